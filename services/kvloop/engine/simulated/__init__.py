@@ -1,0 +1,1 @@
+"""The simulated engine: a block pool, a cost model and faults, for scale."""

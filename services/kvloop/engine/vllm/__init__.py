@@ -1,0 +1,1 @@
+"""The vLLM engine: AsyncLLM behind the Engine port."""

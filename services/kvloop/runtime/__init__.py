@@ -1,0 +1,1 @@
+"""What every kvloop process is built on: errors, tokens, digests, configuration, servers, channels."""

@@ -1,0 +1,64 @@
+"""Proof of the same tokens: keyed digests of prefixes.
+
+A prefix digest covers every token up to a length, so one equal digest proves the whole prefix. The key
+comes from the tenant, the model, the adapter and the salt: equal digests also mean an equal scope, and
+digests tell nothing to whoever lacks the key.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from kvloop.runtime.tokens import TOKEN_BYTES
+
+DIGEST_BYTES = 16
+COARSE_BYTES = 8
+COARSE_POINTS = 16
+
+
+def prefix_digests(key: bytes, packed: bytes, lengths: Sequence[int]) -> list[bytes]:
+    """Return the 16-byte digest of each prefix of packed token ids; lengths in tokens, ascending.
+
+    Raises ValueError when lengths are not ascending or exceed the tokens.
+    """
+    state = hashlib.blake2b(key=key[:64], digest_size=DIGEST_BYTES)
+    view = memoryview(packed)
+    digests: list[bytes] = []
+    done = 0
+    for length in lengths:
+        end = length * TOKEN_BYTES
+        if end < done or end > len(view):
+            raise ValueError("lengths must ascend and stay within the tokens")
+        state.update(view[done:end])
+        done = end
+        digests.append(state.copy().digest())
+    return digests
+
+
+def proof_lengths(num_tokens: int, block_size: int) -> list[int]:
+    """Return every block border up to num_tokens, and num_tokens itself."""
+    borders = list(range(block_size, num_tokens + 1, block_size))
+    if num_tokens > 0 and (not borders or borders[-1] != num_tokens):
+        borders.append(num_tokens)
+    return borders
+
+
+def coarse_lengths(num_tokens: int, block_size: int) -> list[int]:
+    """Return at most COARSE_POINTS block borders spread evenly below num_tokens, and num_tokens."""
+    borders = proof_lengths(num_tokens, block_size)
+    if len(borders) <= COARSE_POINTS:
+        return borders
+    step = len(borders) / COARSE_POINTS
+    return [borders[int((i + 1) * step) - 1] for i in range(COARSE_POINTS - 1)] + [borders[-1]]
+
+
+def common_prefix(key: bytes, packed: bytes, lengths: Sequence[int], claimed: Sequence[bytes]) -> int:
+    """Return the longest of the lengths whose claimed digest equals that of the held tokens, or 0."""
+    held = [n for n in lengths if n * TOKEN_BYTES <= len(packed)]
+    own = prefix_digests(key, packed, held)
+    proven = 0
+    for length, mine, theirs in zip(held, own, claimed, strict=False):
+        if not hmac.compare_digest(mine, theirs):
+            break
+        proven = length
+    return proven
