@@ -1,0 +1,74 @@
+"""Settings of a process: flags, then KVLOOP_* environment, then a YAML file, then defaults."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+ENV_PREFIX = "KVLOOP_"
+
+
+class ConfigError(Exception):
+    """Settings that contradict or don't parse; the text says what to change."""
+
+
+class Settings(BaseSettings):
+    """Base of every process's settings. Unknown names are refused, in files and flags alike."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, populate_by_name=True, env_ignore_empty=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Leave dotenv files and secret folders out."""
+        return init_settings, env_settings
+
+    @classmethod
+    def load(cls, file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Self:
+        """Return settings from flags (None = not given), environment and a YAML file, in this order.
+
+        Raises ConfigError.
+        """
+        values = _from_file(file) if file is not None else {}
+        for name in cls.model_fields:
+            # Environment stands above the file, so a name set there is left to its source.
+            if ENV_PREFIX + name.upper() in {key.upper() for key, value in os.environ.items() if value}:
+                values.pop(name, None)
+        values |= {name: value for name, value in (flags or {}).items() if value is not None}
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(_sentences(error)) from None
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected a mapping of setting names to values")
+    return values
+
+
+def _sentences(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors(include_url=False, include_input=False):
+        name = ".".join(str(part) for part in problem["loc"])
+        text = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            text = "no such setting; check the name"
+        lines.append(f"{name}: {text}" if name else text)
+    return "\n".join(lines)
