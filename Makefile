@@ -40,7 +40,7 @@ model: setup ## Fetch SmolLM2-135M-Instruct into the user's cache
 	@$(BIN)/kvloop model fetch smollm2
 
 debian: # Servers that the tests run against, from Debian
-	@command -v redis-server redis-sentinel >/dev/null || { \
+	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null || { \
 	  echo "== installing redis-server and redis-sentinel"; \
 	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server redis-sentinel >/dev/null; }
 
