@@ -68,6 +68,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """DEADLINE_EXCEEDED: the turn ran out of time."""
     ERROR_REASON_SUPERSEDED: _ErrorReason.ValueType  # 22
     """CANCELLED: a later attempt of the same request_id has taken over."""
+    ERROR_REASON_DIRECTORY_UNAVAILABLE: _ErrorReason.ValueType  # 23
+    """UNAVAILABLE: the directory did not answer, so what is held for a conversation can't be told. Turns go on cold."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the reason in google.rpc.ErrorInfo, without its prefix."""
@@ -118,4 +120,6 @@ ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 21
 """DEADLINE_EXCEEDED: the turn ran out of time."""
 ERROR_REASON_SUPERSEDED: ErrorReason.ValueType  # 22
 """CANCELLED: a later attempt of the same request_id has taken over."""
+ERROR_REASON_DIRECTORY_UNAVAILABLE: ErrorReason.ValueType  # 23
+"""UNAVAILABLE: the directory did not answer, so what is held for a conversation can't be told. Turns go on cold."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

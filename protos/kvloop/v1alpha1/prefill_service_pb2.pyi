@@ -36,6 +36,7 @@ class PrefillRequest(_message.Message):
     READ_SOURCE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     COLD_REASON_FIELD_NUMBER: _builtins.int
+    REPORT_MISSING_LEASE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per attempt."""
     prompt_token_ids: _builtins.bytes
@@ -44,6 +45,10 @@ class PrefillRequest(_message.Message):
     """As in GenerateRequest."""
     cold_reason: _turn_pb2.ReuseReason.ValueType
     """Why read_source is absent; repeated in the answer."""
+    report_missing_lease: _builtins.bool
+    """Whether a lease that the holder does not know ends the leg with LEASE_NOT_FOUND before anything is
+    computed, so that the router can look once more. False: the worker recomputes by itself.
+    """
     @_builtins.property
     def model(self) -> _turn_pb2.ModelRef:
         """The weights."""
@@ -71,10 +76,11 @@ class PrefillRequest(_message.Message):
         read_source: _lease_pb2.ReadSource | None = ...,
         priority: _builtins.int | None = ...,
         cold_reason: _turn_pb2.ReuseReason.ValueType = ...,
+        report_missing_lease: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "model", b"model", "priority", b"priority", "read_source", b"read_source", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "cold_reason", b"cold_reason", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "read_source", b"read_source", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "cold_reason", b"cold_reason", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "read_source", b"read_source", "report_missing_lease", b"report_missing_lease", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015

@@ -42,6 +42,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "INTERNAL": grpc.StatusCode.INTERNAL,
     "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
     "SUPERSEDED": grpc.StatusCode.CANCELLED,
+    "DIRECTORY_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
 }
 
 
