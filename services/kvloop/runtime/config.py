@@ -20,7 +20,12 @@ class Settings(BaseSettings):
     """Base of every process's settings. Unknown names are refused, in files and flags alike."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, populate_by_name=True, env_ignore_empty=True
+        env_prefix=ENV_PREFIX,
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        env_ignore_empty=True,
+        use_attribute_docstrings=True,
     )
 
     @classmethod
