@@ -5,14 +5,39 @@ so every backend may forget at any time. Only the decode worker that holds a lea
 Remaining time travels as a relative TTL; hosts' clocks are never compared.
 """
 
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvloop.v1alpha1 import lease_pb2
 
 
+class Outage(enum.StrEnum):
+    """Why the store could not be used; the value is a metric's label."""
+
+    TIMEOUT = "timeout"
+    CONNECTION = "connection"
+    LOADING = "loading"
+    READONLY = "readonly"
+    MOVED = "moved"
+    CLUSTER_DOWN = "cluster_down"
+    OUT_OF_MEMORY = "out_of_memory"
+    AUTHENTICATION = "authentication"
+    PERMISSION = "permission"
+    POOL = "pool"
+    BREAKER = "breaker"
+    CLOSED = "closed"
+    UNFIT = "unfit"
+    OTHER = "other"
+
+
 class DirectoryUnavailable(Exception):
     """The directory did not answer in time, or not sensibly. The turn goes on cold."""
+
+    def __init__(self, outage: Outage = Outage.OTHER) -> None:
+        super().__init__(f"directory unavailable: {outage.value}")
+        self.outage = outage
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +62,52 @@ class Published:
     """The entry that was replaced, when it was another lease's."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixFound:
+    """Answer of a search by prefix."""
+
+    scope: bytes
+    """Scope of the lease found; empty without one."""
+    position: int
+    """Which of the digests asked for led to it; -1 without one."""
+    found: Found
+    """The lease, as from a lookup of its scope."""
+
+
+class Level(enum.StrEnum):
+    """Weight of a finding."""
+
+    NOTE = "note"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One remark about a store's settings, as a sentence that says what to change."""
+
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FitnessReport:
+    """What a store is and how fit it is for leases."""
+
+    server: str
+    """Product and version, for example "valkey 9.1.2"; several nodes share one report."""
+    nodes: int
+    eviction_policy: str
+    maxmemory_bytes: int
+    """Smallest limit of any node; 0 when a node has none."""
+    findings: tuple[Finding, ...]
+
+    @property
+    def fit(self) -> bool:
+        """Tell whether no finding is a failure."""
+        return all(finding.level is not Level.FAILURE for finding in self.findings)
+
+
 class LeaseDirectory(Protocol):
     """Leases by scope. Methods raise DirectoryUnavailable, and nothing else, when the store fails."""
 
@@ -45,7 +116,11 @@ class LeaseDirectory(Protocol):
         ...
 
     async def publish(self, scope: bytes, entry: lease_pb2.DirectoryEntry, ttl_s: float) -> Published:
-        """Write the entry unless a later-started turn's entry stands; value and TTL in one step."""
+        """Write the entry unless a later-started turn's entry stands; value and TTL in one step.
+
+        Without time left nothing is written and the publication is lost. Raises ValueError for an entry
+        without lease or endpoint, or of more than codec.MAX_BYTES.
+        """
         ...
 
     async def remove(self, scope: bytes, lease_id: str) -> bool:
@@ -60,10 +135,33 @@ class LeaseDirectory(Protocol):
         """Tell whether a session is open."""
         ...
 
-    async def check(self) -> None:
-        """Return when the store answers and is fit for leases."""
+    async def check(self) -> FitnessReport:
+        """Return a report when the store answers, reads and writes; connects ahead of the first turn.
+
+        Raises DirectoryUnavailable when it doesn't.
+        """
         ...
 
     async def close(self) -> None:
         """Close connections. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class PrefixHints(Protocol):
+    """Optional capability of a directory: leases by prefix digest, for conversations without an id.
+
+    A group is the keyed tag of (tenant, model, adapter, salt): hints never cross it. Hints are as
+    forgettable as leases and are written after the entry they point at.
+    """
+
+    async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
+        """Let prefix digests lead to a scope; a digest keeps the few latest scopes that named it."""
+        ...
+
+    async def find_by_prefix(self, group: bytes, digests: Sequence[bytes]) -> PrefixFound:
+        """Return the live lease of the longest known prefix; digests by ascending length.
+
+        One round trip, two at most on a cluster.
+        """
         ...

@@ -1,0 +1,154 @@
+"""From a URL to a store: the only place that knows which classes belong together."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+from redis.asyncio import ConnectionPool, Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from kvloop.metastore import guard, link, urls
+from kvloop.metastore.memory import MemoryDirectory
+from kvloop.metastore.port import LeaseDirectory
+from kvloop.metastore.redis_directory import RedisDirectory
+from kvloop.runtime.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How long things may take, and how many at a time."""
+
+    deadline_s: float = guard.DEADLINE_S
+    """Limit of one operation, waiting for a connection included."""
+    connect_s: float = guard.CONNECT_S
+    """Limit of a check, and of one attempt to reach the store again."""
+    max_connections: int = guard.MAX_CONCURRENT
+    """Connections, and operations at a time; per node on a cluster."""
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    """How the pauses between attempts to reach the store again pass."""
+    rng: random.Random | None = None
+    """Source of the jitter of those pauses."""
+
+
+_named: WeakValueDictionary[str, MemoryDirectory] = WeakValueDictionary()
+
+
+def open_directory(
+    url: str, *, options: StoreOptions | None = None, clock: Clock | None = None
+) -> LeaseDirectory:
+    """Return the directory of a store URL (see urls.py). Connects on first use; check() does so at once.
+
+    clock is the time of memory:// stores. Raises ValueError for a URL that makes no sense.
+    """
+    target = urls.parse(url)
+    if target.kind == "memory":
+        if not target.path:
+            return MemoryDirectory(clock)
+        named = _named.get(target.path)
+        if named is None:
+            named = _named[target.path] = MemoryDirectory(clock)
+        return named
+    return RedisDirectory(open_link(target, options or StoreOptions()))
+
+
+def open_link(target: urls.StoreUrl, options: StoreOptions) -> guard.GuardedLink:
+    """Return the guarded link of a Redis or Valkey URL."""
+    builders = {"single": _single, "unix": _single, "sentinel": _sentinel, "cluster": _cluster}
+    return guard.GuardedLink(
+        builders[target.kind](target, options),
+        deadline_s=options.deadline_s,
+        connect_s=options.connect_s,
+        max_concurrent=options.max_connections,
+        sleep=options.sleep,
+        rng=options.rng,
+    )
+
+
+def _settings(target: urls.StoreUrl, options: StoreOptions) -> dict[str, Any]:
+    """Return the settings that every kind of connection takes.
+
+    RESP2, because RESP3 costs a round trip more per connection and gives scripts nothing. No timeout per
+    socket: the deadline is around the whole operation, and redis-py drops a connection left in mid-answer.
+    """
+    settings: dict[str, Any] = {
+        "protocol": 2,
+        "driver_info": None,
+        "username": target.username,
+        "password": target.password,
+        "socket_timeout": None,
+        "socket_connect_timeout": options.connect_s,
+        "socket_keepalive": True,
+    }
+    if target.tls:
+        settings.update(target.options)
+        check = target.options.get("ssl_check_hostname", "true")
+        settings["ssl_check_hostname"] = check.lower() not in {"0", "false", "no"}
+        for name in ("sentinel_username", "sentinel_password"):
+            settings.pop(name, None)
+    return settings
+
+
+def _retry() -> Retry:
+    # Once, at once: a connection that broke while idle is told apart from a server that is gone.
+    return Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
+
+
+def _single(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
+    settings = _settings(target, options)
+    if target.kind == "unix":
+        settings.pop("socket_keepalive")
+        settings.update(connection_class=link.SocketConnection, path=target.path)
+    else:
+        host, port = target.hosts[0]
+        kind = link.TlsConnection if target.tls else link.PlainConnection
+        settings.update(connection_class=kind, host=host, port=port)
+    pool = ConnectionPool(max_connections=options.max_connections, retry=_retry(), db=target.db, **settings)
+    return link.SingleLink(Redis.from_pool(pool))
+
+
+def _sentinel(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
+    settings = _settings(target, options)
+    own = {name: value for name, value in settings.items() if name not in {"username", "password"}}
+    # Sentinels are asked one after the other: a silent one may use up its share of the time only.
+    share = options.connect_s / (len(target.hosts) + 1)
+    own.update(
+        username=target.options.get("sentinel_username"),
+        password=target.options.get("sentinel_password"),
+        socket_timeout=share,
+        socket_connect_timeout=share,
+        retry=Retry(NoBackoff(), 0),
+        ssl=target.tls,
+    )
+    sentinel = Sentinel(list(target.hosts), sentinel_kwargs=own)  # type: ignore[no-untyped-call]
+    pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+        target.path,
+        sentinel,
+        connection_class=link.SentinelTlsConnection if target.tls else link.SentinelConnection,
+        max_connections=options.max_connections,
+        retry=_retry(),
+        db=target.db,
+        **settings,
+    )
+    return link.SingleLink(Redis.from_pool(pool), sentinel)
+
+
+def _cluster(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
+    client = RedisCluster(
+        startup_nodes=[ClusterNode(host, port) for host, port in target.hosts],
+        max_connections=options.max_connections,
+        retry=_retry(),
+        ssl=target.tls,
+        **_settings(target, options),
+    )
+    kind = link.TlsConnection if target.tls else link.PlainConnection
+    client.connection_kwargs["connection_class"] = kind
+    for node in client.startup_nodes:
+        node.connection_class = kind
+    return link.ClusterLink(client)

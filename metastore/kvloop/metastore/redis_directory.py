@@ -1,0 +1,111 @@
+"""The directory in Redis or Valkey: the port, said in scripts."""
+
+import asyncio
+from collections.abc import Sequence
+
+from kvloop.metastore import codec, keys, scripts
+from kvloop.metastore.fitness import report
+from kvloop.metastore.guard import GuardedLink
+from kvloop.metastore.port import DirectoryUnavailable, FitnessReport, Found, Outage, PrefixFound, Published
+from kvloop.metastore.ttl import milliseconds, positive_milliseconds
+from kvloop.v1alpha1 import lease_pb2
+
+_NOWHERE = -1
+
+
+class RedisDirectory:
+    """A LeaseDirectory with PrefixHints over a guarded link, which it owns."""
+
+    def __init__(self, link: GuardedLink) -> None:
+        self._link = link
+
+    async def lookup(self, scope: bytes) -> Found:
+        """See LeaseDirectory."""
+        return _found(await scripts.lookup(self._link, keys.lease_key(scope)))
+
+    async def publish(self, scope: bytes, entry: lease_pb2.DirectoryEntry, ttl_s: float) -> Published:
+        """See LeaseDirectory."""
+        key, value, ttl_ms = keys.lease_key(scope), codec.encode(entry), milliseconds(ttl_s)
+        if ttl_ms < 1:
+            return Published(won=False, displaced=None)
+        won, displaced = await scripts.publish(self._link, key, value, ttl_ms)
+        return Published(won=won, displaced=codec.decode(displaced))
+
+    async def remove(self, scope: bytes, lease_id: str) -> bool:
+        """See LeaseDirectory."""
+        return await scripts.remove(self._link, keys.lease_key(scope), codec.lease_tag(lease_id))
+
+    async def set_alive(self, scope: bytes, ttl_s: float) -> None:
+        """See LeaseDirectory."""
+        key, ttl_ms = keys.alive_key(scope), positive_milliseconds(ttl_s)
+        await self._link.command("SET", key, b"1", "PX", ttl_ms)
+
+    async def is_alive(self, scope: bytes) -> bool:
+        """See LeaseDirectory."""
+        return bool(await self._link.command("EXISTS", keys.alive_key(scope)) == 1)
+
+    async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
+        """See PrefixHints."""
+        ttl_ms = milliseconds(ttl_s)
+        names = [keys.hint_key(group, digest) for digest in digests]
+        if names and ttl_ms > 0:
+            await scripts.put_hints(self._link, names, keys.tag(scope), ttl_ms)
+
+    async def find_by_prefix(self, group: bytes, digests: Sequence[bytes]) -> PrefixFound:
+        """See PrefixHints."""
+        if not digests:
+            raise ValueError("a search needs a digest")
+        names = [keys.hint_key(group, digest) for digest in reversed(digests)]
+        if self._link.clustered:
+            position, scope_tag, found = await self._find_in_two_steps(names)
+        else:
+            position, scope_tag, raw = await scripts.find(self._link, names)
+            found = _found(raw)
+        scope = _scope(scope_tag)
+        if found.entry is None or not scope:
+            return PrefixFound(b"", _NOWHERE, Found(None, 0.0, found.turn_start_us))
+        return PrefixFound(scope, len(digests) - 1 - position, found)
+
+    async def _find_in_two_steps(self, names: Sequence[bytes]) -> tuple[int, bytes, Found]:
+        now_us, candidates = await scripts.hinted_scopes(self._link, names)
+        # A node that fails takes its own candidates along, not the others'.
+        answers = await asyncio.gather(
+            *(scripts.lookup(self._link, b"kvloop:{%b}:lease" % tag) for _, tag in candidates),
+            return_exceptions=True,
+        )
+        for (position, scope_tag), raw in zip(candidates, answers, strict=True):
+            if isinstance(raw, scripts.RawFound):
+                found = _found(raw)
+                if found.entry is not None:
+                    return position, scope_tag, found
+            elif not isinstance(raw, DirectoryUnavailable):
+                raise raw
+        return _NOWHERE, b"", Found(None, 0.0, now_us)
+
+    async def check(self) -> FitnessReport:
+        """See LeaseDirectory: reads the settings, then writes and removes an entry of its own."""
+        result = report(await self._link.facts())
+        if not result.fit:
+            raise DirectoryUnavailable(Outage.UNFIT)
+        entry = lease_pb2.DirectoryEntry(lease_id="check", decode_endpoint="check")
+        await self.publish(keys.CHECK_SCOPE, entry, 1.0)
+        await self.lookup(keys.CHECK_SCOPE)
+        await self.remove(keys.CHECK_SCOPE, "check")
+        return result
+
+    async def close(self) -> None:
+        """See LeaseDirectory."""
+        await self._link.close()
+
+
+def _found(raw: scripts.RawFound) -> Found:
+    # A key without TTL is none of ours.
+    entry = codec.decode(raw.value) if raw.ttl_ms > 0 else None
+    return Found(entry, raw.ttl_ms / 1000 if entry is not None else 0.0, raw.now_us)
+
+
+def _scope(scope_tag: bytes) -> bytes:
+    try:
+        return keys.untag(scope_tag)
+    except ValueError:
+        return b""
