@@ -105,14 +105,20 @@ def valkey_binary() -> Path:
 class EmbeddedStore:
     """A running server; a context manager. Blocking: starting takes some 50 ms."""
 
-    def __init__(self, *, maxmemory_bytes: int = 256 * 1024 * 1024, port: int | None = None) -> None:
-        """Take the memory limit, and the port; a free one by default."""
+    def __init__(
+        self,
+        *,
+        maxmemory_bytes: int = 256 * 1024 * 1024,
+        port: int | None = None,
+        password: str | None = None,
+    ) -> None:
+        """Take the memory limit, the port (a free one by default) and the password (a random one by default)."""
         self._binary = valkey_binary()
         self._maxmemory_bytes = maxmemory_bytes
         self._wanted_port = port
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._password = secrets.token_urlsafe(24)
+        self._password = password or secrets.token_urlsafe(24)
         self.port = 0
 
     @property

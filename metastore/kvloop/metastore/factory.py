@@ -14,10 +14,13 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from kvloop.metastore import guard, link, urls
+from kvloop.metastore import guard, keys, link, urls
+from kvloop.metastore.estimates import SharedEstimates
+from kvloop.metastore.fields import MemoryFields, RedisFields
 from kvloop.metastore.memory import MemoryDirectory
 from kvloop.metastore.port import LeaseDirectory
 from kvloop.metastore.redis_directory import RedisDirectory
+from kvloop.metastore.registry import WorkerRegistry
 from kvloop.runtime.clock import Clock
 
 
@@ -37,25 +40,68 @@ class StoreOptions:
     """Source of the jitter of those pauses."""
 
 
-_named: WeakValueDictionary[str, MemoryDirectory] = WeakValueDictionary()
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Store:
+    """Everything in one store, over one link."""
+
+    directory: MemoryDirectory | RedisDirectory
+    """LeaseDirectory and PrefixHints."""
+    registry: WorkerRegistry
+    estimates: SharedEstimates
+    link: guard.GuardedLink | None
+    """None in memory. Its degraded and outages are for metrics."""
+
+    @property
+    def degraded(self) -> bool:
+        """Tell whether turns go cold because the store is away."""
+        return self.link is not None and self.link.degraded
+
+    async def close(self) -> None:
+        """Close connections. Idempotent."""
+        await self.directory.close()
+
+
+_named: WeakValueDictionary[str, Store] = WeakValueDictionary()
+
+
+def open_store(url: str, *, options: StoreOptions | None = None, clock: Clock | None = None) -> Store:
+    """Return the store of a URL (see urls.py). Connects on first use; directory.check() does so at once.
+
+    memory:// is a store of its own each time, memory://name one per process for as long as somebody uses it.
+    clock is the time of memory:// stores. Raises ValueError for a URL that makes no sense.
+    """
+    target = urls.parse(url)
+    if target.kind == "memory":
+        store = _named.get(target.path) if target.path else None
+        if store is None:
+            store = _memory(clock, shared=bool(target.path))
+            if target.path:
+                _named[target.path] = store
+        return store
+    guarded = open_link(target, options or StoreOptions())
+    return Store(
+        directory=RedisDirectory(guarded),
+        registry=WorkerRegistry(RedisFields(guarded, keys.WORKERS_KEY)),
+        estimates=SharedEstimates(RedisFields(guarded, keys.ESTIMATES_KEY)),
+        link=guarded,
+    )
+
+
+def _memory(clock: Clock | None, *, shared: bool) -> Store:
+    directory = MemoryDirectory(clock, shared=shared)
+    return Store(
+        directory=directory,
+        registry=WorkerRegistry(MemoryFields(clock, directory.opened)),
+        estimates=SharedEstimates(MemoryFields(clock, directory.opened)),
+        link=None,
+    )
 
 
 def open_directory(
     url: str, *, options: StoreOptions | None = None, clock: Clock | None = None
 ) -> LeaseDirectory:
-    """Return the directory of a store URL (see urls.py). Connects on first use; check() does so at once.
-
-    clock is the time of memory:// stores. Raises ValueError for a URL that makes no sense.
-    """
-    target = urls.parse(url)
-    if target.kind == "memory":
-        if not target.path:
-            return MemoryDirectory(clock)
-        named = _named.get(target.path)
-        if named is None:
-            named = _named[target.path] = MemoryDirectory(clock)
-        return named
-    return RedisDirectory(open_link(target, options or StoreOptions()))
+    """Return the directory of a store URL, for whoever needs nothing else of it; see open_store."""
+    return open_store(url, options=options, clock=clock).directory
 
 
 def open_link(target: urls.StoreUrl, options: StoreOptions) -> guard.GuardedLink:

@@ -59,6 +59,11 @@ class ExpiringTable(Generic[V]):
         """Forget a value."""
         self._values.pop(key, None)
 
+    def live(self) -> dict[bytes, V]:
+        """Return the values that have time left."""
+        now = self._clock.monotonic()
+        return {key: value for key, (value, deadline) in self._values.items() if deadline > now}
+
     def _forget(self) -> None:
         now = self._clock.monotonic()
         for _ in range(EXPIRIES_PER_OPERATION):
@@ -74,7 +79,9 @@ class ExpiringTable(Generic[V]):
 class MemoryDirectory:
     """A LeaseDirectory with PrefixHints in this process."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, *, shared: bool = False) -> None:
+        """Take the clock, and whether others in this process use it too: then close() leaves it open."""
+        self._shared = shared
         self._clock = clock or SystemClock()
         # Wall time once, monotonic from there: turn starts never go back.
         self._origin = self._clock.wall() - self._clock.monotonic()
@@ -86,13 +93,14 @@ class MemoryDirectory:
     def _now_us(self) -> int:
         return int((self._origin + self._clock.monotonic()) * 1e6)
 
-    def _open(self) -> None:
+    def opened(self) -> None:
+        """Raise DirectoryUnavailable once closed."""
         if self._closed:
             raise DirectoryUnavailable(Outage.CLOSED)
 
     async def lookup(self, scope: bytes) -> Found:
         """See LeaseDirectory."""
-        self._open()
+        self.opened()
         return self._found(keys.lease_key(scope))
 
     def _found(self, key: bytes) -> Found:
@@ -103,7 +111,7 @@ class MemoryDirectory:
 
     async def publish(self, scope: bytes, entry: lease_pb2.DirectoryEntry, ttl_s: float) -> Published:
         """See LeaseDirectory."""
-        self._open()
+        self.opened()
         key, value, ttl_ms = keys.lease_key(scope), codec.encode(entry), milliseconds(ttl_s)
         if ttl_ms < 1:
             return Published(won=False, displaced=None)
@@ -119,7 +127,7 @@ class MemoryDirectory:
 
     async def remove(self, scope: bytes, lease_id: str) -> bool:
         """See LeaseDirectory."""
-        self._open()
+        self.opened()
         key = keys.lease_key(scope)
         standing = self._found(key).entry
         if standing is None or standing.lease_id != lease_id:
@@ -129,17 +137,17 @@ class MemoryDirectory:
 
     async def set_alive(self, scope: bytes, ttl_s: float) -> None:
         """See LeaseDirectory."""
-        self._open()
+        self.opened()
         self._alive.set(keys.alive_key(scope), True, positive_milliseconds(ttl_s))
 
     async def is_alive(self, scope: bytes) -> bool:
         """See LeaseDirectory."""
-        self._open()
+        self.opened()
         return self._alive.get(keys.alive_key(scope)) is not None
 
     async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
         """See PrefixHints."""
-        self._open()
+        self.opened()
         keys.tag(scope)
         ttl_ms = milliseconds(ttl_s)
         for key in [keys.hint_key(group, digest) for digest in digests]:
@@ -151,7 +159,7 @@ class MemoryDirectory:
 
     async def find_by_prefix(self, group: bytes, digests: Sequence[bytes]) -> PrefixFound:
         """See PrefixHints."""
-        self._open()
+        self.opened()
         if not digests:
             raise ValueError("a search needs a digest")
         for position in reversed(range(len(digests))):
@@ -164,9 +172,9 @@ class MemoryDirectory:
 
     async def check(self) -> FitnessReport:
         """See LeaseDirectory."""
-        self._open()
+        self.opened()
         return FitnessReport("memory", 1, "none", 0, ())
 
     async def close(self) -> None:
         """See LeaseDirectory."""
-        self._closed = True
+        self._closed = not self._shared
