@@ -1,0 +1,94 @@
+"""The environment of an engine process.
+
+vLLM, UCX and OpenMP read their environment when they are imported or spawned, so it is set before vllm is
+imported and the engine core inherits it.
+"""
+
+import importlib.util
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+from kvloop.engine.settings import EngineSettings
+
+PARENT_PID = "KVLOOP_ENGINE_PARENT_PID"
+"""Arms the parent-death signal in engine cores whose parent this is."""
+
+_HASH_SEED = "PYTHONHASHSEED"
+
+
+def environment(settings: EngineSettings, port: int) -> dict[str, str]:
+    """Return what must be set for an engine with resolved settings. port: of the NIXL side channel."""
+    env = {
+        PARENT_PID: str(os.getpid()),
+        # A fork would copy the threads' locks of a process that already serves gRPC.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.nixl_side_channel_host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+    }
+    if settings.device == "cpu":
+        threads = str(settings.omp_threads or 1)
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
+    else:
+        # All layers of a block lie together only with this layout and the V1 model runner.
+        env |= {"VLLM_KV_CACHE_LAYOUT": "HND", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        if settings.omp_threads is not None:
+            env["OMP_NUM_THREADS"] = str(settings.omp_threads)
+    return env
+
+
+def defaults(settings: EngineSettings) -> dict[str, str]:
+    """Return what is set only where the user has not set it."""
+    env = {
+        # Block hashes must agree between engines; versions before 0.29 seed them from here.
+        _HASH_SEED: "0",
+        "VLLM_HOST_IP": settings.nixl_side_channel_host,
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if Path(settings.model_path).exists():
+        env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if settings.device == "cpu":
+        env["UCX_TLS"] = "tcp,self"
+        if is_loopback(settings.nixl_side_channel_host):
+            env["UCX_NET_DEVICES"] = "lo"
+    elif importlib.util.find_spec("flashinfer") is None:
+        env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    return env
+
+
+def apply(settings: EngineSettings, port: int) -> None:
+    """Set the environment of this process, for vLLM here and for the engine core that is spawned next."""
+    os.environ.update(environment(settings, port))
+    for name, value in defaults(settings).items():
+        os.environ.setdefault(name, value)
+    # Whole GiB, and above the bytes asked for.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def hash_seed() -> str:
+    """Return what block hashes are seeded with."""
+    return os.environ.get(_HASH_SEED, "")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine's loopback."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def side_channel_port(settings: EngineSettings) -> int:
+    """Return the port asked for, or one that is free right now."""
+    if settings.nixl_side_channel_port:
+        return settings.nixl_side_channel_port
+    family = socket.AF_INET6 if ":" in settings.nixl_side_channel_host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((settings.nixl_side_channel_host, 0))
+        return int(probe.getsockname()[1])

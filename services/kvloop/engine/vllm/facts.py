@@ -1,0 +1,86 @@
+"""What does not change in the life of one engine."""
+
+import hashlib
+import json
+import secrets
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvloop.engine.port import EngineFacts
+from kvloop.engine.settings import EngineSettings
+from kvloop.engine.vllm import env
+from kvloop.engine.vllm.arguments import HASH_ALGORITHM
+
+_MANIFEST = "kvloop-manifest.json"
+
+
+def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> EngineFacts:
+    """Return the facts of an engine that has just started; the epoch is new each time."""
+    model = vllm_config.model_config
+    return EngineFacts(
+        engine="vllm",
+        version=version,
+        epoch=secrets.token_hex(8),
+        model_name=settings.model_name,
+        model_revision=revision(settings, model),
+        adapters=tuple(settings.adapters),
+        max_model_len=model.max_model_len,
+        vocab_size=model.get_vocab_size(),
+        block_size=vllm_config.cache_config.block_size,
+        compatibility=compatibility(settings, vllm_config, version),
+        bidirectional_kv_xfer=settings.bidirectional_kv_xfer,
+        kv_recompute_threshold=settings.kv_recompute_threshold,
+    )
+
+
+def revision(settings: EngineSettings, model_config: Any) -> str:
+    """Return the name of these weights: as set, else the hub's commit, else the checkpoint's manifest."""
+    if settings.revision:
+        return settings.revision
+    commit = getattr(model_config.hf_config, "_commit_hash", None)
+    if commit:
+        return str(commit)
+    manifest = Path(settings.model_path) / _MANIFEST
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()[:12]
+    return "local"
+
+
+def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> str:
+    """Return the digest of what two engines must have equal to exchange KV.
+
+    What vLLM's own handshake compares, what it checks later (block size, ranks, layout), and what block
+    hashes depend on. Everything is known before the first handshake, so unequal engines are never paired.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    factors = {
+        "vllm": version,
+        "nixl": _version("nixl"),
+        "kvloop": _version("kvloop"),
+        "model": model.model,
+        "revision": revision(settings, model),
+        "dtype": str(model.dtype),
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "layers": model.get_total_num_hidden_layers(),
+        "attention_backend": str(getattr(vllm_config.attention_config, "backend", None)),
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": cache.block_size,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "device": settings.device,
+        "cross_layer_blocks": settings.device == "cuda",
+        "speculative": None,
+        "transfer_mode": "pull",
+        "hash_algorithm": HASH_ALGORITHM,
+        "hash_seed": env.hash_seed(),
+    }
+    text = json.dumps(factors, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

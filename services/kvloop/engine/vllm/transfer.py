@@ -1,0 +1,53 @@
+"""kv_transfer_params: the one place that knows their keys. Handles are carried otherwise unread."""
+
+import json
+from typing import Any
+
+from kvloop.engine.port import DecodeJob, HoldTerms, PrefillJob
+from kvloop.runtime.errors import invalid
+
+TURN = "kvloop_turn"
+_COLD = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def prefill(job: PrefillJob) -> dict[str, Any]:
+    """Return the parameters of a prefill: a read of the granted handle, or none."""
+    turn = {"id": job.request_id, "hold": None, "kind": "prefill"}
+    handle = _COLD if job.read is None else _handle("read.handle", job.read.handle_json)
+    return {**handle, TURN: turn}
+
+
+def decode(job: DecodeJob) -> dict[str, Any]:
+    """Return the parameters of a decode: a read of the prefill engine's handle, or DIRECT."""
+    turn = {"id": decode_turn_id(job), "hold": _terms(job.hold), "kind": "decode"}
+    if job.handle_json is None:
+        return {"do_remote_prefill": False, "do_remote_decode": False, TURN: turn}
+    return {**_handle("handle", job.handle_json), TURN: turn}
+
+
+def decode_turn_id(job: DecodeJob) -> str:
+    """Return the id under which the connector knows a decode: its lease, if it leaves one."""
+    return job.hold.lease_id if job.hold is not None else job.request_id
+
+
+def _terms(terms: HoldTerms | None) -> dict[str, Any] | None:
+    if terms is None:
+        return None
+    return {"ttl_s": terms.ttl_s, "on_cancel": terms.on_cancel, "tenant": terms.tenant}
+
+
+def _handle(field: str, text: str) -> dict[str, Any]:
+    try:
+        handle = json.loads(text)
+    except (ValueError, RecursionError):
+        raise invalid(field, "is not a handle") from None
+    if not isinstance(handle, dict):
+        raise invalid(field, "is not a handle")
+    return handle
