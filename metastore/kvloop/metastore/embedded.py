@@ -112,7 +112,7 @@ class EmbeddedStore:
         port: int | None = None,
         password: str | None = None,
     ) -> None:
-        """Take the memory limit, the port (a free one by default) and the password (a random one by default)."""
+        """Take the memory limit, the port (default: a free one) and the password (default: a random one)."""
         self._binary = valkey_binary()
         self._maxmemory_bytes = maxmemory_bytes
         self._wanted_port = port
