@@ -30,6 +30,7 @@ _TEXTS = (
     ("READONLY", Outage.READONLY),
     ("OOM", Outage.OUT_OF_MEMORY),
     ("NOPERM", Outage.PERMISSION),
+    ("user executing the script can't", Outage.PERMISSION),
     ("NOAUTH", Outage.AUTHENTICATION),
     ("WRONGPASS", Outage.AUTHENTICATION),
     ("LOADING", Outage.LOADING),

@@ -80,11 +80,12 @@ class WorkerRegistry:
         """
         known: dict[str, Worker] | None = None
         while True:
+            now = known
             with contextlib.suppress(DirectoryUnavailable):
                 now = await self.workers()
-                if now != known:
-                    known = now
-                    yield now
+            if now is not None and now != known:
+                known = now
+                yield now
             await sleep(interval_s)
 
     async def keep_announcing(
