@@ -1,0 +1,80 @@
+"""What the directory is told of leases.
+
+The entry's life is the lease's less a margin, so that whoever finds it still has time to read. The store
+being away is not this module's affair: DirectoryUnavailable passes through `publish`, and a removal that
+fails is left to the key's own TTL, since a reader that follows a stale entry is answered NOT_FOUND.
+"""
+
+from dataclasses import dataclass
+
+from kvloop.decode.lease import Lease
+from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory, Published
+from kvloop.runtime import logs
+from kvloop.runtime.clock import Clock
+from kvloop.runtime.digests import COARSE_BYTES, coarse_lengths, prefix_digests
+from kvloop.v1alpha1 import lease_pb2
+
+ENTRY_VERSION = 1
+
+_log = logs.get("decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds the leases, as entries name it."""
+
+    endpoint: str
+    """host:port of this DecodeService, as others reach it."""
+    epoch: str
+    block_size: int
+    dp_rank: int = 0
+
+
+class Publisher:
+    """Writes this worker's entries; nobody else does."""
+
+    def __init__(self, directory: LeaseDirectory, holder: Holder, clock: Clock, margin_s: float) -> None:
+        self._directory = directory
+        self._holder = holder
+        self._clock = clock
+        self._margin_s = margin_s
+
+    @property
+    def endpoint(self) -> str:
+        """Return where the leases are held."""
+        return self._holder.endpoint
+
+    def entry(self, lease: Lease) -> lease_pb2.DirectoryEntry:
+        """Return the directory's entry of a lease."""
+        lengths = coarse_lengths(lease.num_tokens, self._holder.block_size)
+        digests = prefix_digests(lease.digest_key, lease.tokens, lengths)
+        return lease_pb2.DirectoryEntry(
+            version=ENTRY_VERSION,
+            lease_id=lease.lease_id,
+            conversation_id=lease.conversation_id,
+            decode_endpoint=self._holder.endpoint,
+            dp_rank=self._holder.dp_rank,
+            epoch=self._holder.epoch,
+            num_tokens=lease.num_tokens,
+            block_size=self._holder.block_size,
+            turn_start_us=lease.turn_start_us,
+            digests=[
+                lease_pb2.CoarseDigest(num_tokens=length, digest=digest[:COARSE_BYTES])
+                for length, digest in zip(lengths, digests, strict=True)
+            ],
+            held=True,
+        )
+
+    async def publish(self, lease: Lease) -> Published:
+        """Write a lease's entry by compare-and-set. Raises DirectoryUnavailable."""
+        remaining = lease.remaining_s(self._clock.monotonic())
+        # A short lease keeps half of its time rather than none.
+        ttl = max(remaining - self._margin_s, remaining / 2)
+        return await self._directory.publish(lease.scope, self.entry(lease), ttl)
+
+    async def remove(self, lease: Lease) -> None:
+        """Remove a lease's entry if it is still the one that stands."""
+        try:
+            await self._directory.remove(lease.scope, lease.lease_id)
+        except DirectoryUnavailable as error:
+            _log.info("entry_not_removed", lease_id=lease.lease_id, outage=str(error))

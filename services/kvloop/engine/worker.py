@@ -1,0 +1,191 @@
+"""What prefill and decode workers have in common: settings, facts, and the life around an engine.
+
+A worker listens at once (alive, not ready), brings its engine up, then is ready: health says so, and the
+registry knows it. An engine that fails takes readiness away until it is well again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from kvloop.engine.factory import create_engine
+from kvloop.engine.port import Engine, EngineFacts
+from kvloop.engine.settings import EngineSettings, Role
+from kvloop.metastore.factory import Store, open_store
+from kvloop.metastore.port import DirectoryUnavailable
+from kvloop.metastore.registry import Worker
+from kvloop.runtime import endpoints, logs
+from kvloop.runtime.config import Settings
+from kvloop.runtime.errors import Failure
+from kvloop.runtime.server import GrpcServer
+from kvloop.v1alpha1 import turn_pb2, worker_pb2
+
+HEALTH_INTERVAL_S = 1.0
+HEALTH_TIMEOUT_S = 5.0
+FAREWELL_S = 1.0
+
+_ROLES: dict[Role, "worker_pb2.WorkerRole.ValueType"] = {
+    "prefill": worker_pb2.WORKER_ROLE_PREFILL,
+    "decode": worker_pb2.WORKER_ROLE_DECODE,
+}
+_log = logs.get("worker")
+
+
+class WorkerSettings(Settings, EngineSettings):  # type: ignore[misc]  # both bases' model_config are merged
+    """What every worker may be told. Times are in seconds."""
+
+    listen: str = "127.0.0.1:0"
+    """host:port of the service; port 0 takes a free one."""
+    advertise: str | None = None
+    """host:port under which others reach it; absent: where it listens."""
+    worker_id: str | None = None
+    """Name in logs and answers; absent: <role>@<endpoint>."""
+    directory: str = "memory://"
+    """URL of the store with the lease directory and the worker registry."""
+    stop_grace: float = Field(1.0, ge=0)
+    """What calls in progress are given at the end."""
+
+    @model_validator(mode="after")
+    def _refuse_unreachable(self) -> Self:
+        listen = parse_endpoint("listen", self.listen)
+        if self.advertise is not None:
+            if parse_endpoint("advertise", self.advertise).port == 0:
+                raise ValueError("advertise needs the port that others dial; 0 means nothing to them")
+        elif listen.host in {"0.0.0.0", "::"}:
+            raise ValueError(
+                f"nobody can dial {listen.host}; set advertise to a name or address of this host"
+            )
+        return self
+
+
+def parse_endpoint(setting: str, text: str) -> endpoints.Endpoint:
+    """Return the endpoint that a setting names. Raises ValueError with the setting's name."""
+    try:
+        return endpoints.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from None
+
+
+def worker_info(facts: EngineFacts, role: Role, worker_id: str) -> worker_pb2.WorkerInfo:
+    """Return the facts as routers see them, without pool and counters."""
+    return worker_pb2.WorkerInfo(
+        role=_ROLES[role],
+        worker_id=worker_id,
+        epoch=facts.epoch,
+        model=turn_pb2.ModelRef(name=facts.model_name, revision=facts.model_revision),
+        adapters=facts.adapters,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        block_size=facts.block_size,
+        engine=facts.engine,
+        engine_version=facts.version,
+        compatibility=facts.compatibility,
+        bidirectional_kv_xfer=facts.bidirectional_kv_xfer,
+        kv_recompute_threshold=facts.kv_recompute_threshold,
+    )
+
+
+class WorkerLife:
+    """The server, the engine and the store of one worker, from start to end."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: Role,
+        service_name: str,
+        *,
+        engine: Engine | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.server = GrpcServer([service_name])
+        self.engine = engine if engine is not None else create_engine(settings, role)
+        self.store = store if store is not None else open_store(settings.directory)
+        self.endpoint = ""
+        self.worker_id = settings.worker_id or ""
+        self._settings = settings
+        self._role = role
+        self._draining = False
+        self._opened = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start_engine(self) -> None:
+        """Listen, then start the engine. Not ready yet. Raises ServerError, Failure."""
+        settings = self._settings
+        port = await self.server.start(settings.listen)
+        at = settings.advertise or str(endpoints.parse(settings.listen)._replace(port=port))
+        self.endpoint = at
+        self.worker_id = self.worker_id or f"{self._role}@{at}"
+        await self.engine.start()
+
+    async def open(self, load: Callable[[], float]) -> None:
+        """Be ready, stay known to the registry, and watch the engine."""
+        self._opened = True
+        await self.server.set_ready(True)
+        self.spawn(self._watch_health())
+        self.spawn(self.store.registry.keep_announcing(lambda: self._worker(load())))
+        _log.info("ready", worker_id=self.worker_id, endpoint=self.endpoint, role=self._role)
+
+    async def drain(self) -> None:
+        """Be alive, but not ready any more."""
+        self._draining = True
+        await self.server.set_ready(False)
+        if self._opened:
+            with contextlib.suppress(DirectoryUnavailable):
+                await self.store.registry.announce(self._worker(0.0))
+
+    async def close_door(self) -> None:
+        """Take no calls any more; those in progress have stop_grace seconds."""
+        self._draining = True
+        await self.server.set_ready(False)
+        await self.server.stop(self._settings.stop_grace)
+
+    async def stop(self) -> None:
+        """End tasks, engine and store. Idempotent; also after a failed start."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._opened:
+            with contextlib.suppress(DirectoryUnavailable, TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
+                    await self.store.registry.withdraw(self.worker_id, self.engine.facts.epoch)
+        await self.engine.stop()
+        await self.store.close()
+
+    def spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run something until the worker stops."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _worker(self, load: float) -> Worker:
+        facts = self.engine.facts
+        return Worker(
+            worker_id=self.worker_id,
+            role=self._role,
+            endpoint=self.endpoint,
+            epoch=facts.epoch,
+            load=load,
+            draining=self._draining,
+            info=worker_info(facts, self._role, self.worker_id).SerializeToString(),
+        )
+
+    async def _watch_health(self) -> None:
+        well = True
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            now_well = await self._is_well()
+            if now_well != well and not self._draining:
+                well = now_well
+                _log.warning("engine_health", worker_id=self.worker_id, well=well)
+                await self.server.set_ready(well)
+
+    async def _is_well(self) -> bool:
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self.engine.check_health()
+        except (Failure, TimeoutError):
+            return False
+        return True

@@ -1,0 +1,1 @@
+"""The prefill service: it makes a prompt's KV ready, reading back what a decode worker still holds."""

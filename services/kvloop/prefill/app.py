@@ -1,0 +1,95 @@
+"""The prefill worker, wired together."""
+
+import asyncio
+import contextlib
+
+from kvloop.engine.port import Engine
+from kvloop.engine.worker import WorkerLife
+from kvloop.metastore.factory import Store
+from kvloop.prefill.leg import Legs
+from kvloop.prefill.peers import EndpointRule, Peers
+from kvloop.prefill.reading import Reader, ReaderTimes
+from kvloop.prefill.servicer import SERVICE_NAME, Parts, PrefillServicer
+from kvloop.prefill.settings import PrefillSettings
+from kvloop.runtime.clock import Clock, SystemClock
+from kvloop.runtime.errors import Failure
+from kvloop.v1alpha1 import prefill_service_pb2_grpc
+
+DRAIN_POLL_S = 0.05
+
+
+class PrefillApp:
+    """One prefill worker; implements runtime.server.App. Engine, store and clock can be given, for tests."""
+
+    def __init__(
+        self,
+        settings: PrefillSettings,
+        *,
+        engine: Engine | None = None,
+        store: Store | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._settings = settings
+        self._life = WorkerLife(settings, "prefill", SERVICE_NAME, engine=engine, store=store)
+        self._servicer = PrefillServicer()
+        clock = clock or SystemClock()
+        self._decodes: frozenset[str] = frozenset()
+        self._peers = Peers(clock, settings.max_peers)
+        rule = EndpointRule(settings.decode_endpoints, lambda: self._decodes)
+        times = ReaderTimes(settings.begin_read_timeout, settings.end_read_timeout, settings.pin)
+        self._reader = Reader(self._peers, rule, clock, times)
+        self._legs = Legs(self._life.engine, self._reader, clock)
+        self._opened = False
+        self._stopped = False
+        prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(
+            self._servicer, self._life.server.server
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """Return host:port under which others reach the service; valid once started."""
+        return self._life.endpoint
+
+    @property
+    def worker_id(self) -> str:
+        """Return the worker's name; valid once started."""
+        return self._life.worker_id
+
+    async def start(self) -> None:
+        """Listen, start the engine, be ready. Raises ServerError, Failure."""
+        await self._life.start_engine()
+        self._life.spawn(self._follow_registry())
+        self._servicer.open(Parts(self._life.engine, self._legs, self._life.worker_id))
+        self._opened = True
+        await self._life.open(load=lambda: float(self._legs.running))
+
+    async def drain(self) -> None:
+        """Refuse new turns; return when what they made was fetched, or can't be any more."""
+        self._servicer.drain()
+        await self._life.drain()
+        if not self._opened:
+            return
+        with contextlib.suppress(TimeoutError, Failure):
+            async with asyncio.timeout(self._settings.drain_limit):
+                while await self._in_use():  # noqa: ASYNC110 - only asking the pool tells
+                    await asyncio.sleep(DRAIN_POLL_S)
+
+    async def _in_use(self) -> bool:
+        pool = await self._life.engine.pool()
+        return self._legs.running > 0 or pool.free_blocks < pool.total_blocks
+
+    async def stop(self) -> None:
+        """End. Idempotent; also after a failed start."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._servicer.drain()
+        await self._life.close_door()
+        await self._reader.close(self._settings.end_read_timeout)
+        await self._life.stop()
+        await self._peers.close()
+
+    async def _follow_registry(self) -> None:
+        async for workers in self._life.store.registry.watch():
+            decodes = (worker.endpoint for worker in workers.values() if worker.role == "decode")
+            self._decodes = frozenset(decodes)

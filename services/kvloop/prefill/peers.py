@@ -1,0 +1,109 @@
+"""Decode workers as a prefill worker reaches them: which may be dialled, over which channel, and whether.
+
+A request names the endpoint, so what it may be is settled here: host:port by form, and known by the
+settings or the registry. A worker that did not answer is left alone for a moment, doubling up to a limit,
+so that a dead one costs one timeout rather than one per turn.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvloop.runtime import endpoints
+from kvloop.runtime.channels import open_channel
+from kvloop.runtime.clock import Clock
+from kvloop.v1alpha1.decode_service_pb2_grpc import DecodeServiceStub
+
+if TYPE_CHECKING:
+    from kvloop.v1alpha1.decode_service_pb2_grpc import DecodeServiceAsyncStub
+
+ANY_LOOPBACK = "loopback"
+FIRST_REST_S = 0.5
+LONGEST_REST_S = 10.0
+CLOSE_GRACE_S = 5.0
+
+
+class EndpointRule:
+    """Which endpoints may be dialled."""
+
+    def __init__(self, allowed: Collection[str], registered: Callable[[], Collection[str]]) -> None:
+        self._loopback = ANY_LOOPBACK in allowed
+        self._allowed = {endpoints.parse(text) for text in allowed if text != ANY_LOOPBACK}
+        self._registered = registered
+
+    def admit(self, text: str) -> str | None:
+        """Return the endpoint in its one written form, or None when it may not be dialled."""
+        try:
+            endpoint = endpoints.parse(text)
+        except ValueError:
+            return None
+        if endpoint.port == 0:
+            return None
+        if (self._loopback and endpoint.is_loopback) or endpoint in self._allowed:
+            return str(endpoint)
+        return str(endpoint) if str(endpoint) in self._registered() else None
+
+
+@dataclass(slots=True)
+class _Peer:
+    channel: grpc.aio.Channel
+    stub: "DecodeServiceAsyncStub"
+    failures: int = 0
+    resting_until: float = 0.0
+
+
+class Peers:
+    """A bounded pool of channels, least recently used first to go, with a memory of failures."""
+
+    def __init__(self, clock: Clock, limit: int) -> None:
+        self._clock = clock
+        self._limit = limit
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def is_resting(self, endpoint: str) -> bool:
+        """Tell whether an endpoint has just failed. The first call after its rest tries it again."""
+        peer = self._peers.get(endpoint)
+        return peer is not None and self._clock.monotonic() < peer.resting_until
+
+    def stub(self, endpoint: str) -> "DecodeServiceAsyncStub":
+        """Return the stub of an admitted endpoint."""
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            channel = open_channel(endpoint)
+            peer = self._peers[endpoint] = _Peer(channel, DecodeServiceStub(channel))
+            while len(self._peers) > self._limit:
+                _, oldest = self._peers.popitem(last=False)
+                task = asyncio.create_task(oldest.channel.close(CLOSE_GRACE_S))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        self._peers.move_to_end(endpoint)
+        return peer.stub
+
+    def answered(self, endpoint: str) -> None:
+        """Note that an endpoint answers, whatever it said."""
+        peer = self._peers.get(endpoint)
+        if peer is not None:
+            peer.failures, peer.resting_until = 0, 0.0
+
+    def failed(self, endpoint: str) -> None:
+        """Note that an endpoint did not answer."""
+        peer = self._peers.get(endpoint)
+        if peer is not None:
+            rest = min(FIRST_REST_S * 2**peer.failures, LONGEST_REST_S)
+            peer.failures = min(peer.failures + 1, 16)
+            peer.resting_until = self._clock.monotonic() + rest
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for peer in self._peers.values():
+            await peer.channel.close(None)
+        self._peers.clear()
+        await asyncio.gather(*self._closing, return_exceptions=True)
