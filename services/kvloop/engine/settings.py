@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SMOLLM2 = "smollm2"
+MANIFEST = "kvloop-manifest.json"
+"""In a fetched checkpoint: hashes of its files."""
 MIB = 1024 * 1024
 READ_MARGIN_S = 5.0
 """A reader declines what expires within this time (vLLM's own margin)."""
@@ -86,7 +88,7 @@ class EngineSettings(BaseModel):
     """Below this many readable tokens a prompt is recomputed."""
     bidirectional_kv_xfer: bool = True
     """Whether decode engines' blocks are read back."""
-    prefill_hold_s: float = Field(30.0, gt=READ_MARGIN_S)
+    prefill_hold_s: float = Field(30.0, ge=10)
     """Seconds for which a prefill engine holds a prompt's blocks for the decode engine."""
     hold_share: float = Field(0.5, gt=0, lt=1)
     """Share of the block pool that holds may keep."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloop.connector.control import ControlClient
+from kvloop.engine import legs
 from kvloop.engine.port import (
     DecodeDelta,
     DecodeJob,
@@ -126,9 +127,7 @@ class VllmEngine(HoldTable):
                 "this engine does not read back; set bidirectional_kv_xfer",
             )
         ids = self._checked(job.prompt, job.sampling)
-        params = sampling.to_vllm(
-            sampling.prefill_leg(job.sampling), defaults={}, transfer=transfer.prefill(job)
-        )
+        params = sampling.to_vllm(legs.prefill_leg(job.sampling), defaults={}, transfer=transfer.prefill(job))
         stream = await self._submit(job, ids, params, job.request_id)
         logprobs: list[turn_pb2.PositionLogprobs] = []
         outcome: PrefillOutcome | None = None
@@ -164,7 +163,7 @@ class VllmEngine(HoldTable):
 
         ids = self._checked(job.prompt, job.sampling)
         params = sampling.to_vllm(
-            sampling.decode_leg(job.sampling), defaults=self._defaults, transfer=transfer.decode(job)
+            legs.decode_leg(job.sampling), defaults=self._defaults, transfer=transfer.decode(job)
         )
         turn_id = transfer.decode_turn_id(job)
         stream = await self._submit(job, ids, params, turn_id)

@@ -54,13 +54,13 @@ def transfer_config(settings: EngineSettings, role: Role, control_path: Path) ->
     No engine_id: with a fixed one, peers could not read from an engine that has restarted.
     """
     extra: dict[str, Any] = {
-        "bidirectional_kv_xfer": settings.bidirectional_kv_xfer,
+        # The plugin is built on it; whether reads are served or issued is the services' affair.
+        "bidirectional_kv_xfer": True,
         "kv_recompute_threshold": settings.kv_recompute_threshold,
         "decoder_kv_blocks_ttl": settings.decoder_kv_blocks_ttl,
-        "kv_lease_duration": settings.prefill_hold_s,
+        "kv_lease_duration": round(settings.prefill_hold_s),
         "kvloop_control_path": str(control_path),
         "kvloop_hold_share": settings.hold_share,
-        "kvloop_prefill_hold_s": settings.prefill_hold_s,
         "kvloop_test_hooks": settings.test_hooks,
     }
     if settings.device == "cpu":

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvloop.engine.port import EngineFacts
-from kvloop.engine.settings import EngineSettings
+from kvloop.engine.settings import MANIFEST, EngineSettings
 from kvloop.engine.vllm import env
 from kvloop.engine.vllm.arguments import HASH_ALGORITHM
-
-_MANIFEST = "kvloop-manifest.json"
 
 
 def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> EngineFacts:
@@ -41,7 +39,7 @@ def revision(settings: EngineSettings, model_config: Any) -> str:
     commit = getattr(model_config.hf_config, "_commit_hash", None)
     if commit:
         return str(commit)
-    manifest = Path(settings.model_path) / _MANIFEST
+    manifest = Path(settings.model_path) / MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()[:12]
     return "local"

@@ -1,7 +1,7 @@
 """Sampling parameters between the proto and vLLM (checked on 0.29.0).
 
 An absent field takes the model's own default (generation_config), else vLLM's; zero is a value like any
-other. `prefill_leg` and `decode_leg` are the only places that decide which parameters reach which leg.
+other.
 """
 
 import json
@@ -50,28 +50,6 @@ _LISTS = ("stop", "stop_token_ids", "bad_words", "logprob_token_ids", "allowed_t
 _DEFAULTED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p", "max_tokens")
 _FIELDS = frozenset(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _MESSAGE_CHARS = 300
-
-
-def prefill_leg(sampling: sampling_pb2.SamplingParams) -> sampling_pb2.SamplingParams:
-    """Return what the prefill leg samples with: one greedy token that nobody sees.
-
-    Every limit, stop, penalty, constraint and alternative belongs to the answer, so to the decode leg. EOS
-    is ignored because vLLM hands KV over only from a request that ended by length. prompt_logprobs stay:
-    only the leg that computes the prompt can give them.
-    """
-    leg = sampling_pb2.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-    if sampling.HasField("prompt_logprobs"):
-        leg.prompt_logprobs = sampling.prompt_logprobs
-        leg.detokenize = not sampling.HasField("detokenize") or sampling.detokenize
-    return leg
-
-
-def decode_leg(sampling: sampling_pb2.SamplingParams) -> sampling_pb2.SamplingParams:
-    """Return what the decode leg samples with: all but prompt_logprobs, which would recompute the prompt."""
-    leg = sampling_pb2.SamplingParams()
-    leg.CopyFrom(sampling)
-    leg.ClearField("prompt_logprobs")
-    return leg
 
 
 def to_vllm(
