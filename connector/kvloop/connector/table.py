@@ -1,0 +1,351 @@
+"""The table of holds: which blocks of the pool are kept beyond their turn, for whom, and until when.
+
+It knows block numbers, not blocks: whoever owns the pool hands blocks in with `hold` and fetches those to
+be freed with `take_freeable`. Everything else may come from any thread. A hold is live until it is
+released, expires, or is evicted or revoked; when a read is in progress (a pin) it is doomed instead: no new
+pins, and its blocks leave with the last pin or at that pin's own deadline. A hold never comes back to life.
+
+Deadlines are readings of the injected clock, in seconds.
+"""
+
+import heapq
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["decode", "prefill"]
+Reason = Literal["expired", "evicted", "revoked"]
+
+
+class NotHeld(LookupError):
+    """There is no such hold; `expired` tells that its deadline has just passed."""
+
+    def __init__(self, lease_id: str, expired: bool = False) -> None:
+        super().__init__(lease_id)
+        self.expired = expired
+
+
+@dataclass(eq=False, slots=True)
+class Hold:
+    """One hold. Fields change under the table's lock only."""
+
+    lease_id: str
+    kind: Kind
+    tenant: str
+    blocks: tuple[int, ...]
+    num_tokens: int
+    deadline: float
+    payload: object = None
+    """What the owner needs to make a handle; never looked at here."""
+    pins: dict[str, float] = field(default_factory=dict)
+    """Deadline by read id."""
+    token: str = field(default_factory=lambda: secrets.token_hex(6))
+    """Names this hold in the notice of a prefill hold's reader."""
+    last_used: int = 0
+    doomed: bool = False
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A hold as seen at one moment."""
+
+    lease_id: str
+    kind: Kind
+    num_tokens: int
+    num_blocks: int
+    remaining_s: float
+    pins: int
+    doomed: bool
+
+
+class HoldTable:
+    """Holds by lease id, with deadlines, pins, a budget in unique blocks, and eviction.
+
+    Decode holds count against the budget and can be evicted while unpinned, least recently used first,
+    from the tenant that holds most. Prefill holds are one reader's, short, and never evicted.
+    """
+
+    def __init__(self, budget: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        """budget: most unique blocks that decode holds may keep; None is without limit."""
+        self.budget = budget
+        self.clock = clock
+        self._lock = threading.RLock()
+        self._live: dict[str, Hold] = {}
+        self._doomed: set[Hold] = set()
+        self._pins: dict[str, Hold] = {}
+        self._due: list[tuple[float, int, Hold, str | None]] = []
+        self._refs: Counter[int] = Counter()
+        self._tenants: dict[str, Counter[int]] = {}
+        self._budgeted: Counter[int] = Counter()
+        self._freeable: deque[tuple[int, ...]] = deque()
+        self._events: deque[tuple[str, Reason]] = deque(maxlen=65536)
+        self._ticks = 0
+
+    # -- what the owner of the pool calls -------------------------------------------------------------
+
+    def hold(
+        self,
+        lease_id: str,
+        *,
+        kind: Kind,
+        blocks: Sequence[int],
+        num_tokens: int,
+        ttl_s: float,
+        tenant: str = "",
+        payload: object = None,
+    ) -> Hold | None:
+        """Take over one reference to each of the blocks; None when the budget has no room for them.
+
+        With None the references stay the caller's. A live hold of the same id is replaced.
+        """
+        with self._lock:
+            if ttl_s <= 0 or not blocks:
+                return None
+            if kind == "decode" and self.budget is not None and len(set(blocks)) > self.budget:
+                return None
+            if (old := self._live.get(lease_id)) is not None:
+                self._end(old, None)
+            entry = Hold(
+                lease_id,
+                kind,
+                tenant,
+                tuple(blocks),
+                num_tokens,
+                self.clock() + ttl_s,
+                payload,
+                last_used=self._tick(),
+            )
+            self._live[lease_id] = entry
+            self._count(entry, +1)
+            while self._over_budget():
+                if not self._evict(keep=entry):
+                    self._live.pop(lease_id)
+                    self._count(entry, -1)
+                    return None
+            self._push(entry.deadline, entry, None)
+            return entry
+
+    def evict_one(self) -> bool:
+        """Evict one decode hold, if any can be."""
+        with self._lock:
+            return self._evict(keep=None)
+
+    def take_freeable(self) -> list[tuple[int, ...]]:
+        """Return, once, the block lists whose references are to be given back."""
+        with self._lock:
+            taken = list(self._freeable)
+            self._freeable.clear()
+            return taken
+
+    # -- what anybody may call ------------------------------------------------------------------------
+
+    def pin(self, lease_id: str, pin_s: float) -> tuple[str, float, Hold]:
+        """Begin a read: (read id, its deadline, hold). Raises NotHeld."""
+        with self._lock:
+            entry = self._get(lease_id)
+            if entry.kind != "decode":
+                raise NotHeld(lease_id)
+            read_id, deadline = secrets.token_hex(6), self.clock() + pin_s
+            entry.pins[read_id] = deadline
+            entry.last_used = self._tick()
+            self._pins[read_id] = entry
+            self._push(deadline, entry, read_id)
+            return read_id, deadline, entry
+
+    def unpin(self, lease_id: str, read_id: str) -> bool:
+        """End a read; False when it is unknown or over."""
+        with self._lock:
+            entry = self._pins.get(read_id)
+            if entry is None or entry.lease_id != lease_id:
+                return False
+            self._unpin(entry, read_id)
+            return True
+
+    def read_done(self, lease_id: str, token: str) -> bool:
+        """Take a reader's notice: its pin's, or that of a prefill hold, which ends. Late ones are ignored."""
+        with self._lock:
+            if self.unpin(lease_id, token):
+                return True
+            entry = self._live.get(lease_id)
+            if entry is None or entry.kind != "prefill" or entry.token != token:
+                return False
+            self._end(entry, None)
+            return True
+
+    def release(self, lease_id: str) -> bool:
+        """End a hold as its keeper wishes: no event. False when there is none."""
+        with self._lock:
+            entry = self._live.get(lease_id)
+            if entry is None:
+                return False
+            self._end(entry, None)
+            return True
+
+    def extend(self, lease_id: str, ttl_s: float) -> bool:
+        """Move a live hold's deadline to ttl_s from now, never earlier."""
+        with self._lock:
+            try:
+                entry = self._get(lease_id)
+            except NotHeld:
+                return False
+            deadline = self.clock() + ttl_s
+            if deadline > entry.deadline:
+                entry.deadline = deadline
+                self._push(deadline, entry, None)
+            return True
+
+    def expire(self) -> None:
+        """Let go of everything whose deadline has passed."""
+        with self._lock:
+            now = self.clock()
+            while self._due and self._due[0][0] <= now:
+                _, _, entry, read_id = heapq.heappop(self._due)
+                if read_id is not None:
+                    if read_id in entry.pins:
+                        self._unpin(entry, read_id)
+                elif not entry.gone and not entry.doomed and entry.deadline <= now:
+                    self._end(entry, "expired")
+
+    def revoke_all(self) -> int:
+        """End all decode holds; return how many."""
+        with self._lock:
+            entries = [e for e in self._live.values() if e.kind == "decode"]
+            for entry in entries:
+                self._end(entry, "revoked")
+            return len(entries)
+
+    def next_deadline(self) -> float | None:
+        """Return when `expire` has something to do next, at the earliest."""
+        with self._lock:
+            return self._due[0][0] if self._due else None
+
+    def take_events(self) -> list[tuple[str, Reason]]:
+        """Return, once, the decode holds that ended without a release."""
+        with self._lock:
+            taken = list(self._events)
+            self._events.clear()
+            return taken
+
+    def snapshot(self, lease_id: str) -> Snapshot | None:
+        """Return a live hold."""
+        with self._lock:
+            entry = self._live.get(lease_id)
+            return None if entry is None or entry.deadline <= self.clock() else self._snapshot(entry)
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return all holds, soonest deadline first; expired ones only while pinned."""
+        with self._lock:
+            now = self.clock()
+            live = [e for e in self._live.values() if e.deadline > now or e.pins]
+            return [self._snapshot(e) for e in sorted([*live, *self._doomed], key=lambda e: e.deadline)]
+
+    @property
+    def held_blocks(self) -> int:
+        """Unique blocks kept by all holds."""
+        return len(self._refs)
+
+    @property
+    def leases(self) -> int:
+        """Live decode holds."""
+        with self._lock:
+            return sum(e.kind == "decode" for e in self._live.values())
+
+    @property
+    def has_freeable(self) -> bool:
+        """Whether `take_freeable` would return something."""
+        return bool(self._freeable)
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether another engine may be reading: a pin, or a prefill hold waiting for its reader."""
+        with self._lock:
+            return bool(self._pins) or any(e.kind == "prefill" for e in self._live.values())
+
+    @property
+    def has_evictable(self) -> bool:
+        """Whether `evict_one` would find something."""
+        with self._lock:
+            return any(self._evictable(e) for e in self._live.values())
+
+    # -- inside, under the lock -----------------------------------------------------------------------
+
+    def _tick(self) -> int:
+        self._ticks += 1
+        return self._ticks
+
+    def _push(self, deadline: float, entry: Hold, read_id: str | None) -> None:
+        heapq.heappush(self._due, (deadline, self._tick(), entry, read_id))
+
+    def _get(self, lease_id: str) -> Hold:
+        entry = self._live.get(lease_id)
+        if entry is None:
+            raise NotHeld(lease_id)
+        if entry.deadline <= self.clock():
+            raise NotHeld(lease_id, expired=True)
+        return entry
+
+    def _snapshot(self, entry: Hold) -> Snapshot:
+        remaining = max(0.0, entry.deadline - self.clock())
+        return Snapshot(
+            entry.lease_id,
+            entry.kind,
+            entry.num_tokens,
+            len(entry.blocks),
+            remaining,
+            len(entry.pins),
+            entry.doomed,
+        )
+
+    def _count(self, entry: Hold, step: int) -> None:
+        counters = [self._refs]
+        if entry.kind == "decode":
+            counters += [self._budgeted, self._tenants.setdefault(entry.tenant, Counter())]
+        for counter in counters:
+            for block in entry.blocks:
+                counter[block] += step
+                if not counter[block]:
+                    del counter[block]
+        if entry.kind == "decode" and not self._tenants[entry.tenant]:
+            del self._tenants[entry.tenant]
+
+    def _over_budget(self) -> bool:
+        return self.budget is not None and len(self._budgeted) > self.budget
+
+    @staticmethod
+    def _evictable(entry: Hold) -> bool:
+        return entry.kind == "decode" and not entry.pins
+
+    def _evict(self, keep: Hold | None) -> bool:
+        candidates = [e for e in self._live.values() if self._evictable(e) and e is not keep]
+        if not candidates:
+            return False
+        victim = min(candidates, key=lambda e: (-len(self._tenants[e.tenant]), e.last_used))
+        self._end(victim, "evicted")
+        return True
+
+    def _end(self, entry: Hold, reason: Reason | None) -> None:
+        del self._live[entry.lease_id]
+        if reason is not None and entry.kind == "decode":
+            self._events.append((entry.lease_id, reason))
+        if entry.pins:
+            entry.doomed = True
+            self._doomed.add(entry)
+        else:
+            self._drop(entry)
+
+    def _unpin(self, entry: Hold, read_id: str) -> None:
+        del entry.pins[read_id]
+        del self._pins[read_id]
+        if entry.doomed and not entry.pins:
+            self._doomed.discard(entry)
+            self._drop(entry)
+
+    def _drop(self, entry: Hold) -> None:
+        entry.gone = True
+        self._count(entry, -1)
+        self._freeable.append(entry.blocks)
