@@ -1,0 +1,1 @@
+"""Commands for people: serve, up, chat, leases, model, demo."""

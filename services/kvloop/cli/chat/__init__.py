@@ -1,0 +1,1 @@
+"""Streamed multi-turn chat against a router."""

@@ -1,0 +1,1 @@
+"""One agent conversation, with reuse and without, on the same engines."""

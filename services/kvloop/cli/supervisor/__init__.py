@@ -1,0 +1,1 @@
+"""A fleet of kvloop processes on this machine, started, watched and stopped together."""

@@ -1,0 +1,111 @@
+"""What a fleet consists of, and the settings files its parts are started with."""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvloop.cli import options
+from kvloop.cli.serve import ROLES
+from kvloop.runtime.config import ENV_PREFIX, ConfigError
+
+STORE = "store"
+
+Values = Mapping[str, Any]
+"""Settings by name, nested ones by their own name alone (block_size, not engine.block_size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """A fleet: one mapping of settings per process. Where a mapping names no port, a free one is taken."""
+
+    prefill: Sequence[Values] = ({},)
+    decode: Sequence[Values] = ({},)
+    routers: Sequence[Values] = ({},)
+    workers: Values = field(default_factory=dict)
+    """Settings of all prefill and decode processes, below their own."""
+    store_url: str | None = None
+    """redis:// URL of a store that is there already; None starts one."""
+    store_port: int = 0
+    ready_timeout_s: float = 300.0
+    environment: Values = field(default_factory=dict)
+    """Added to the environment of every part."""
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the settings of every process by part name, in the order of starting."""
+        named: dict[str, dict[str, Any]] = {}
+        for role, entries in (("prefill", self.prefill), ("decode", self.decode), ("router", self.routers)):
+            common = {} if role == "router" else self.workers
+            for index, entry in enumerate(entries):
+                named[f"{role}-{index}"] = {**common, **entry}
+        return named
+
+
+def read_values(file: Path | None) -> dict[str, Any]:
+    """Return the settings of a YAML file by name, nested ones by their own name. Raises ConfigError."""
+    if file is None:
+        return {}
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected a mapping of setting names to values")
+    return values
+
+
+def role_of(name: str) -> str:
+    """Return the role of a part, from its name."""
+    return name.rpartition("-")[0]
+
+
+class SettingsFiles:
+    """Writes one YAML file of settings per part."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Routers of one fleet reach the same leases only under one secret.
+        self._fleet_secret = secrets.token_hex(32)
+
+    def write(self, name: str, values: Values, links: Values) -> Path:
+        """Write a part's settings and return the file. links are taken where the role knows such a setting.
+
+        Raises ConfigError for settings that the role does not know.
+        """
+        role = role_of(name)
+        made = options.options_of(ROLES[role].load_settings())
+        known = {option.parameter for option in made}
+        if unknown := sorted(values.keys() - known):
+            raise ConfigError(f"{name}: no such setting: {', '.join(unknown)}")
+        own: dict[str, Any] = {"fleet_secret": self._fleet_secret} if role == "router" else {}
+        wanted = {**own, **links}
+        merged = {**{key: value for key, value in wanted.items() if key in known}, **values}
+        if "fleet_secret_file" in values:
+            merged.pop("fleet_secret", None)
+        file = self._folder / f"{name}.yaml"
+        nested = options.nest(made, {key: _plain(value) for key, value in merged.items()})
+        file.touch(mode=0o600)
+        file.write_text(yaml.safe_dump(nested), encoding="utf-8")
+        return file
+
+
+def part_environment(extra: Values, settings_names: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a part: ours, less KVLOOP_ names that would override its file."""
+    hidden = {ENV_PREFIX + name.upper() for name in settings_names}
+    inherited = {key: value for key, value in os.environ.items() if key.upper() not in hidden}
+    return {**inherited, "PYTHONUNBUFFERED": "1", **{key: str(value) for key, value in extra.items()}}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as YAML has it."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple | set | frozenset):
+        return [_plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return value
