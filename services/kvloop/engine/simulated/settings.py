@@ -77,14 +77,15 @@ class SimulatedSettings:
             if name not in known:
                 raise ValueError(f"extra_engine_args.{name} means nothing to a simulated engine; remove it")
             own[name] = value
-        block_size = own.get("block_size", cls.block_size)
+        standard: dict[str, Any] = {field.name: field.default for field in fields(cls)}
+        block_size = own.get("block_size", standard["block_size"])
         if "num_blocks" not in own:
             if settings.kv_cache_memory_bytes is not None:
-                per_token = PRESETS[own.get("preset", cls.preset)].bytes_per_token
+                per_token = PRESETS[own.get("preset", standard["preset"])].bytes_per_token
                 own["num_blocks"] = settings.kv_cache_memory_bytes // (per_token * block_size)
             else:
-                longest = own.get("max_model_len", cls.max_model_len)
-                own["num_blocks"] = max(cls.num_blocks, 4 * -(-longest // block_size))
-        batched = own.get("max_num_batched_tokens", cls.max_num_batched_tokens)
-        own.setdefault("max_num_seqs", min(cls.max_num_seqs, batched))
+                longest = own.get("max_model_len", standard["max_model_len"])
+                own["num_blocks"] = max(standard["num_blocks"], 4 * -(-longest // block_size))
+        batched = own.get("max_num_batched_tokens", standard["max_num_batched_tokens"])
+        own.setdefault("max_num_seqs", min(standard["max_num_seqs"], batched))
         return cls(**own)
