@@ -1,0 +1,225 @@
+"""One attempt of a turn: two workers, two legs, and what happens when one of them fails.
+
+Nothing waits between the legs: the prefill worker holds its blocks only for a short time.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Iterator
+
+from kvloop.router import verdict as verdicts
+from kvloop.router.legs import CHUNK_TAG, LegFailed, timed_out
+from kvloop.router.planning import look_again
+from kvloop.router.relay import Relay
+from kvloop.router.turn import Tools, Turn
+from kvloop.router.verdict import Verdict, Why
+from kvloop.router.worker import AnyWorker
+from kvloop.runtime import logs
+from kvloop.runtime.errors import Failure, Reason
+from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, turn_pb2
+
+_TELL_TIMEOUT_S = 3.0
+
+_log = logs.get("router")
+
+
+def place(turn: Turn, tools: Tools) -> None:
+    """Choose the two workers of a new attempt. Failure NO_WORKER."""
+    with turn.timed("place"):
+        turn.new_attempt()
+        reads_back = turn.decided.verdict == Verdict.VERDICT_READBACK
+        turn.pair = tools.pool.pick(
+            turn.served, prefer_decode=turn.holder, avoid=turn.avoid, reads_back=reads_back
+        )
+        info = turn.pair.prefill.info
+        # A prefill engine that can't read back would wait for the handle's blocks for ever.
+        if reads_back and (info is None or not info.bidirectional_kv_xfer):
+            turn.decision = verdicts.cold(Why.REUSE_REASON_INCOMPATIBLE)
+
+
+async def prefill(turn: Turn, tools: Tools) -> None:
+    """Have the prompt's KV made ready on P. Raises LegFailed."""
+    with turn.timed("prefill"):
+        try:
+            turn.prefilled = await _prefill_once(turn, tools)
+        except LegFailed as failed:
+            if not failed.lease_missing or turn.looked_again:
+                raise
+            await look_again(turn, tools)
+            turn.attempt_id = secrets.token_hex(16)
+            turn.prefilled = await _prefill_once(turn, tools)
+
+
+async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.PrefillResponse:
+    assert turn.pair is not None
+    worker = turn.pair.prefill
+    request = prefill_request(turn)
+    limit = min(turn.time_left_s(), tools.settings.prefill_timeout_s)
+    with _at_work(worker):
+        try:
+            response = await worker.link.prefill(request, limit)
+        except asyncio.CancelledError:
+            _abandon_prefill(turn, tools)
+            raise
+        except LegFailed as failed:
+            if not failed.answered:
+                _abandon_prefill(turn, tools)
+            _note(turn, worker, failed)
+            raise
+    worker.succeeded()
+    return response
+
+
+def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
+    """Return the first leg's request: prompt and sampling untouched, and where to read if so decided."""
+    decision = turn.decided
+    request = prefill_service_pb2.PrefillRequest(
+        request_id=turn.attempt_id,
+        model=_model(turn),
+        scope=turn.scope,
+        prompt_token_ids=turn.request.prompt_token_ids,
+        sampling=turn.request.sampling,
+    )
+    if turn.request.HasField("priority"):
+        request.priority = turn.request.priority
+    entry = turn.entry
+    if decision.verdict == Verdict.VERDICT_READBACK and entry is not None and turn.holder is not None:
+        request.read_source.CopyFrom(
+            lease_pb2.ReadSource(
+                # The address comes from the pool, not from the directory: an entry can't send P elsewhere.
+                decode_endpoint=turn.holder.endpoint,
+                lease_id=entry.lease_id,
+                epoch=entry.epoch,
+                num_tokens=entry.num_tokens,
+                block_size=entry.block_size,
+            )
+        )
+        request.report_missing_lease = not turn.looked_again
+    else:
+        request.cold_reason = decision.reason
+    return request
+
+
+def decode_request(turn: Turn) -> decode_service_pb2.DecodeRequest:
+    """Return the second leg's request."""
+    assert turn.prefilled is not None
+    request = decode_service_pb2.DecodeRequest(
+        request_id=turn.attempt_id,
+        model=_model(turn),
+        scope=turn.scope,
+        prompt_token_ids=turn.request.prompt_token_ids,
+        sampling=turn.request.sampling,
+        handle=turn.prefilled.handle,
+        retention=turn.request.retention,
+    )
+    if turn.request.HasField("priority"):
+        request.priority = turn.request.priority
+    return request
+
+
+async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
+    """Pass D's answer on to the relay, to its end. Raises LegFailed."""
+    assert turn.pair is not None
+    worker = turn.pair.decode
+    events = worker.link.decode(decode_request(turn), turn.time_left_s())
+    with _at_work(worker), turn.timed("decode"):
+        try:
+            limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
+            try:
+                async with asyncio.timeout(limit):
+                    first = await anext(events, None)
+            except TimeoutError:
+                raise timed_out("first chunk") from None
+            turn.first_event_at = tools.clock.monotonic()
+            turn.timings["first_chunk"] = (turn.first_event_at - turn.started) * 1000
+            if first is not None:
+                _pass_on(turn, relay, first)
+                async for raw in events:
+                    _pass_on(turn, relay, raw)
+            if turn.decoded is None:
+                raise timed_out("summary")
+        except LegFailed as failed:
+            # With the summary the turn is complete, whatever becomes of the call.
+            if turn.decoded is None:
+                if failed.answered and not turn.streaming:
+                    _abandon_prefill(turn, tools)
+                _note(turn, worker, failed)
+                raise
+        finally:
+            await events.aclose()
+    worker.succeeded()
+    _release_displaced(turn, tools)
+
+
+def _pass_on(turn: Turn, relay: Relay, raw: bytes) -> None:
+    if raw.startswith(CHUNK_TAG):
+        turn.streaming = True
+        relay.put(raw)
+        return
+    response = decode_service_pb2.DecodeResponse.FromString(raw)
+    if response.WhichOneof("event") == "summary":
+        turn.decoded = response.summary
+
+
+def start_again(turn: Turn, tools: Tools, failed: LegFailed) -> None:
+    """Prepare a cold attempt, or raise the Failure with which the turn ends."""
+    failure = failed.failure
+    if turn.time_left_s() <= 0:
+        raise Failure(Reason.ERROR_REASON_DEADLINE_EXCEEDED, "the turn ran out of time") from None
+    if failed.callers_fault:
+        raise failure from None
+    # A broken stream could be migrated here: prompt and what was passed on so far, prefilled elsewhere.
+    if turn.streaming:
+        raise Failure(
+            Reason.ERROR_REASON_WORKER_FAILED, "the decode worker failed after the answer had begun"
+        ) from None
+    if turn.attempt >= tools.settings.max_attempts:
+        raise failure from None
+    _log.warning("turn_started_again", request_id=turn.request_id, reason=failure.reason_name)
+    if turn.decided.verdict != Verdict.VERDICT_RECOMPUTE:
+        turn.decision = verdicts.cold(Why.REUSE_REASON_READ_FAILED)
+    # A holder that failed is no longer preferred; one that is well still has most of the blocks.
+    if turn.holder in turn.avoid:
+        turn.holder = None
+
+
+def _release_displaced(turn: Turn, tools: Tools) -> None:
+    if turn.decoded is None or not turn.decoded.HasField("displaced"):
+        return
+    displaced = turn.decoded.displaced
+    worker = tools.pool.by_endpoint(displaced.decode_endpoint)
+    if worker is not None:
+        # By its id alone: by the time this arrives, the conversation may have come back to that worker.
+        tools.background.tell(worker.link.release_lease(displaced.lease_id, b"", _TELL_TIMEOUT_S))
+
+
+def _abandon_prefill(turn: Turn, tools: Tools) -> None:
+    # Only while no decode worker can be reading: before the decode leg, or after D itself has said that it
+    # is done with it. A cancelled or lost D may still be reading, and its engine tells P when it has
+    # finished; P's own deadline covers what remains.
+    assert turn.pair is not None
+    tools.background.tell(turn.pair.prefill.link.release(turn.attempt_id, _TELL_TIMEOUT_S))
+
+
+def _note(turn: Turn, worker: AnyWorker, failed: LegFailed) -> None:
+    if failed.callers_fault:
+        return
+    turn.avoid.add(worker)
+    # A leg that was cut off by the turn's own deadline says nothing about the worker.
+    if failed.workers_fault and turn.time_left_s() > 0:
+        worker.failed()
+
+
+@contextlib.contextmanager
+def _at_work(worker: AnyWorker) -> Iterator[None]:
+    worker.in_flight += 1
+    try:
+        yield
+    finally:
+        worker.in_flight -= 1
+
+
+def _model(turn: Turn) -> turn_pb2.ModelRef:
+    served = turn.served
+    return turn_pb2.ModelRef(name=served.name, revision=served.revision, adapter=served.adapter)

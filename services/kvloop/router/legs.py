@@ -1,0 +1,199 @@
+"""Calls to workers: one link per worker, one channel per link, one fresh request per attempt.
+
+Steps know only these classes, so another transport (many turns on one stream) replaces them here. Decode
+answers stay serialized: a chunk has the same bytes in DecodeResponse as in GenerateResponse (field 1), and
+the router forwards it without looking into it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+
+from kvloop.runtime.channels import open_channel
+from kvloop.runtime.errors import Failure, Reason, from_rpc_error
+from kvloop.v1alpha1 import (
+    decode_service_pb2,
+    decode_service_pb2_grpc,
+    prefill_service_pb2,
+    prefill_service_pb2_grpc,
+    worker_pb2,
+)
+
+CHUNK_TAG = b"\x0a"
+"""First byte of a serialized response whose event is a chunk."""
+
+_DECODE = "/kvloop.v1alpha1.DecodeService/Decode"
+
+# What the client asked for is at fault; another worker would say the same.
+_CALLER = frozenset(
+    {
+        Reason.ERROR_REASON_INVALID_FIELD,
+        Reason.ERROR_REASON_EMPTY_PROMPT,
+        Reason.ERROR_REASON_PROMPT_TOO_LONG,
+        Reason.ERROR_REASON_MULTIPLE_COMPLETIONS,
+        Reason.ERROR_REASON_TRANSFER_PARAMS_REFUSED,
+        Reason.ERROR_REASON_MODEL_NOT_FOUND,
+    }
+)
+# What speaks against the worker, beyond this one turn.
+_WORKER = frozenset(
+    {
+        Reason.ERROR_REASON_WORKER_FAILED,
+        Reason.ERROR_REASON_INTERNAL,
+        Reason.ERROR_REASON_DRAINING,
+    }
+)
+
+
+class LegFailed(Exception):
+    """A leg that did not do its work."""
+
+    def __init__(self, failure: Failure, *, answered: bool) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+        self.answered = answered
+        """Whether the worker itself said so, and so is done with the leg; otherwise it may still be at it."""
+
+    @property
+    def callers_fault(self) -> bool:
+        """Tell whether trying again is pointless."""
+        return self.failure.reason in _CALLER
+
+    @property
+    def workers_fault(self) -> bool:
+        """Tell whether the worker should be left alone for a while."""
+        return not self.answered or self.failure.reason in _WORKER
+
+    @property
+    def lease_missing(self) -> bool:
+        """Tell whether the holder knows no such lease."""
+        return self.answered and self.failure.reason == Reason.ERROR_REASON_LEASE_NOT_FOUND
+
+
+def _leg_failed(error: grpc.RpcError) -> LegFailed:
+    failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
+    if failure.reason != Reason.ERROR_REASON_UNSPECIFIED:
+        return LegFailed(failure, answered=True)
+    worker = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: {failure.message}")
+    return LegFailed(worker, answered=False)
+
+
+def timed_out(what: str) -> LegFailed:
+    """Return the failure of a worker that did not answer in the time it was given."""
+    failure = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: no {what} in time")
+    return LegFailed(failure, answered=False)
+
+
+class PrefillLink:
+    """One prefill worker."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._channel = open_channel(endpoint)
+        self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
+
+    async def prefill(
+        self, request: prefill_service_pb2.PrefillRequest, timeout_s: float
+    ) -> prefill_service_pb2.PrefillResponse:
+        """Run the leg. Raises LegFailed; cancellation cancels the call."""
+        try:
+            response: prefill_service_pb2.PrefillResponse = await self._stub.Prefill(
+                request, timeout=timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _leg_failed(error) from None
+        return response
+
+    async def release(self, request_id: str, timeout_s: float) -> bool:
+        """Let go of an attempt's KV. Raises LegFailed."""
+        request = prefill_service_pb2.ReleasePrefillRequest(request_id=request_id)
+        try:
+            return bool((await self._stub.ReleasePrefill(request, timeout=timeout_s)).released)
+        except grpc.aio.AioRpcError as error:
+            raise _leg_failed(error) from None
+
+    async def info(self, timeout_s: float) -> worker_pb2.WorkerInfo:
+        """Return the worker's facts. Raises LegFailed."""
+        request = prefill_service_pb2.PrefillServiceGetInfoRequest()
+        try:
+            response = await self._stub.GetInfo(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _leg_failed(error) from None
+        info: worker_pb2.WorkerInfo = response.info
+        return info
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+class DecodeLink:
+    """One decode worker."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._channel = open_channel(endpoint)
+        self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
+        self._decode: Any = self._channel.unary_stream(
+            _DECODE, request_serializer=decode_service_pb2.DecodeRequest.SerializeToString
+        )
+
+    async def decode(
+        self, request: decode_service_pb2.DecodeRequest, timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield serialized DecodeResponses. Raises LegFailed; closing early cancels the call."""
+        call = self._decode(request, timeout=timeout_s)
+        try:
+            async for raw in call:
+                yield raw
+        except grpc.aio.AioRpcError as error:
+            raise _leg_failed(error) from None
+        finally:
+            call.cancel()
+
+    async def release_lease(self, lease_id: str, scope: bytes, timeout_s: float) -> bool:
+        """Let go of a lease. Raises LegFailed."""
+        request = decode_service_pb2.ReleaseLeaseRequest(lease_id=lease_id, scope=scope)
+        try:
+            return bool((await self._stub.ReleaseLease(request, timeout=timeout_s)).released)
+        except grpc.aio.AioRpcError as error:
+            raise _leg_failed(error) from None
+
+    async def info(self, timeout_s: float) -> worker_pb2.WorkerInfo:
+        """Return the worker's facts. Raises LegFailed."""
+        request = decode_service_pb2.DecodeServiceGetInfoRequest()
+        try:
+            response = await self._stub.GetInfo(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise _leg_failed(error) from None
+        info: worker_pb2.WorkerInfo = response.info
+        return info
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+
+class Background:
+    """Calls that nobody waits for, kept until they end so that they are neither lost nor leaked."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def tell(self, coroutine: Any) -> None:
+        """Run a call whose failure does not matter."""
+        task = asyncio.create_task(_ignore_failure(coroutine))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settle(self) -> None:
+        """Wait for the calls under way; each has its own deadline."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+async def _ignore_failure(coroutine: Any) -> object:
+    try:
+        return await coroutine
+    except LegFailed:
+        return None

@@ -1,0 +1,71 @@
+"""The way of an answer from the decode leg to the client.
+
+The decode leg is drained as fast as it comes, whatever the client does: D publishes the lease at the end of
+its stream, so a client that reads slowly must not hold it up. What piles up meanwhile is merged into one
+chunk, and is never more than the answer itself.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from kvloop.v1alpha1 import router_service_pb2
+
+
+class Relay:
+    """One answer under way. One writer, one reader."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._last: bytes | None = None
+        self._error: Exception | None = None
+        self._stir = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether the answer is complete or has failed."""
+        return self._last is not None or self._error is not None
+
+    def put(self, chunk: bytes) -> None:
+        """Add a serialized GenerateResponse with a chunk."""
+        self._chunks.append(chunk)
+        self._stir.set()
+
+    def finish(self, summary: bytes) -> None:
+        """End the answer with a serialized GenerateResponse that holds the summary."""
+        if not self.ended:
+            self._last = summary
+            self._stir.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the answer with a failure; chunks that came before it still go out."""
+        if not self.ended:
+            self._error = error
+            self._stir.set()
+
+    async def read(self) -> AsyncIterator[bytes]:
+        """Yield serialized GenerateResponses up to the summary; raise what the answer failed of."""
+        while True:
+            if not self._chunks and not self.ended:
+                self._stir.clear()
+                await self._stir.wait()
+            if self._chunks:
+                waiting = list(self._chunks)
+                self._chunks.clear()
+                yield waiting[0] if len(waiting) == 1 else merge(waiting)
+            elif self._error is not None:
+                raise self._error
+            elif self._last is not None:
+                yield self._last
+                return
+
+
+def merge(chunks: list[bytes]) -> bytes:
+    """Return one serialized chunk with the tokens, texts and logprobs of several, in order."""
+    parsed = [router_service_pb2.GenerateResponse.FromString(raw).chunk for raw in chunks]
+    merged = router_service_pb2.GenerateResponse()
+    merged.chunk.token_ids = b"".join(chunk.token_ids for chunk in parsed)
+    merged.chunk.text = "".join(chunk.text for chunk in parsed)
+    for chunk in parsed:
+        merged.chunk.logprobs.extend(chunk.logprobs)
+    return merged.SerializeToString()

@@ -1,0 +1,154 @@
+"""RouterService: who calls, what is let in, and which attempt of a request is the newest."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvloop.router import conversations, steps
+from kvloop.router.auth import Authenticator
+from kvloop.router.relay import Relay
+from kvloop.router.turn import Tools, Turn
+from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.servicing import Context, stream, time_left_s, unary
+from kvloop.v1alpha1 import router_service_pb2
+
+SERVICE = "kvloop.v1alpha1.RouterService"
+
+
+class RouterServicer:
+    """The door of the router. One instance per process, on one event loop."""
+
+    def __init__(self, tools: Tools, authenticator: Authenticator) -> None:
+        self._tools = tools
+        self._authenticator = authenticator
+        self._running: set[asyncio.Task[None]] = set()
+        self._newest: dict[tuple[str, str], tuple[asyncio.Task[None], Relay]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    @property
+    def turns(self) -> int:
+        """Return how many turns are being served."""
+        return len(self._running)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the service for a server. Generate's answers are serialized already."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Generate": grpc.unary_stream_rpc_method_handler(
+                    self.Generate,
+                    request_deserializer=router_service_pb2.GenerateRequest.FromString,
+                ),
+                "EndConversation": grpc.unary_unary_rpc_method_handler(
+                    self.EndConversation,
+                    request_deserializer=router_service_pb2.EndConversationRequest.FromString,
+                    response_serializer=router_service_pb2.EndConversationResponse.SerializeToString,
+                ),
+                "GetConversation": grpc.unary_unary_rpc_method_handler(
+                    self.GetConversation,
+                    request_deserializer=router_service_pb2.GetConversationRequest.FromString,
+                    response_serializer=router_service_pb2.GetConversationResponse.SerializeToString,
+                ),
+            },
+        )
+
+    @stream
+    async def Generate(  # noqa: N802 - gRPC's name
+        self, request: router_service_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        """Serve one turn. Nothing, headers included, is sent before the first chunk."""
+        tenant = self._tenant(context)
+        self._check_room()
+        turn = steps.admit(request, tenant, time_left_s(context), self._tools)
+        relay = Relay()
+        task = self._start(turn, relay)
+        try:
+            async for answer in relay.read():
+                yield answer
+        finally:
+            # Ends the legs when the client has gone; otherwise the task is done already.
+            task.cancel()
+
+    @unary
+    async def EndConversation(  # noqa: N802
+        self, request: router_service_pb2.EndConversationRequest, context: Context
+    ) -> router_service_pb2.EndConversationResponse:
+        """Let go of what is held for a conversation."""
+        return await conversations.end(request, self._tenant(context), self._tools)
+
+    @unary
+    async def GetConversation(  # noqa: N802
+        self, request: router_service_pb2.GetConversationRequest, context: Context
+    ) -> router_service_pb2.GetConversationResponse:
+        """Tell what is held for a conversation."""
+        return await conversations.get(request, self._tenant(context), self._tools)
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new turns; return when the running ones have ended, or after limit_s."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+
+    async def stop(self) -> None:
+        """Cancel what still runs. Idempotent."""
+        self._draining = True
+        running = set(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    def _tenant(self, context: Context) -> str:
+        return self._authenticator.tenant(context.invocation_metadata() or ())
+
+    def _check_room(self) -> None:
+        if self._draining:
+            raise Failure(
+                Reason.ERROR_REASON_DRAINING, "this router is going away; use another", retry_after_s=0.1
+            )
+        settings = self._tools.settings
+        if len(self._running) >= settings.max_concurrent_turns:
+            raise Failure(
+                Reason.ERROR_REASON_OVERLOADED,
+                "too many turns at once",
+                metadata={"limit": str(settings.max_concurrent_turns)},
+                retry_after_s=settings.retry_after_ms / 1000,
+            )
+
+    def _start(self, turn: Turn, relay: Relay) -> asyncio.Task[None]:
+        key = (turn.tenant, turn.request_id)
+        if (older := self._newest.pop(key, None)) is not None:
+            older[1].fail(
+                Failure(Reason.ERROR_REASON_SUPERSEDED, "a later attempt of this request has taken over")
+            )
+            older[0].cancel()
+        task = asyncio.create_task(self._run(turn, relay))
+        self._running.add(task)
+        self._idle.clear()
+        self._newest[key] = (task, relay)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._running.discard(task)
+            if not self._running:
+                self._idle.set()
+            if self._newest.get(key, (None,))[0] is task:
+                del self._newest[key]
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _run(self, turn: Turn, relay: Relay) -> None:
+        try:
+            await steps.serve(turn, self._tools, relay)
+        except asyncio.CancelledError:
+            # Only a stop of the router finds a reader still there.
+            relay.fail(Failure(Reason.ERROR_REASON_DRAINING, "this router has stopped; use another"))
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again where the call ends
+            relay.fail(error)

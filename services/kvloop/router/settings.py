@@ -1,0 +1,106 @@
+"""The router's settings, and the sentences that refuse contradictions."""
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import NoDecode
+
+from kvloop.runtime import endpoints
+from kvloop.runtime.config import Settings
+
+MIN_SECRET_BYTES = 16
+
+Endpoints = Annotated[tuple[str, ...], NoDecode]
+
+
+class RouterSettings(Settings):
+    """What a router needs to know. Times in the unit of the name, counts in turns."""
+
+    listen: str = "127.0.0.1:7600"
+    """host:port of RouterService; port 0 takes any."""
+    prefill_endpoints: Endpoints = ()
+    """host:port of PrefillServices; a comma-separated text does as well."""
+    decode_endpoints: Endpoints = ()
+    """host:port of DecodeServices."""
+    directory_url: str = ""
+    """Where the leases are: redis://host:port."""
+    fleet_secret: SecretStr | None = None
+    """Key of all scopes and salts; the same on every router of a fleet."""
+    fleet_secret_file: Path | None = None
+    """File that holds the secret, instead of the secret itself."""
+    tokens_file: Path | None = None
+    """Hashed tenant tokens; without it everybody on loopback is tenant "default"."""
+    reuse: bool = True
+    """Whether histories are read back at all."""
+    kv_recompute_threshold: Annotated[int, Field(ge=0)] | None = None
+    """Below this many readable tokens a prompt is recomputed; absent: as the workers say."""
+    max_concurrent_turns: Annotated[int, Field(ge=1)] = 1024
+    """Turns served at once; more are told to come back."""
+    retry_after_ms: Annotated[int, Field(ge=1)] = 200
+    """When an overloaded router asks to be tried again."""
+    lookup_timeout_ms: Annotated[float, Field(gt=0, le=10_000)] = 50.0
+    """How long a turn waits for the directory before it goes on cold."""
+    prefill_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Longest prefill leg; a worker that takes longer counts as failed."""
+    first_chunk_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait of a decode leg for its first chunk."""
+    max_attempts: Annotated[int, Field(ge=1, le=5)] = 2
+    """Tries of a turn before its first chunk; every try but the first is cold."""
+    info_interval_s: Annotated[float, Field(gt=0)] = 1.0
+    """How often each worker is asked for its facts."""
+    info_timeout_s: Annotated[float, Field(gt=0)] = 2.0
+    """How long a worker may take to tell its facts before it counts as gone."""
+    drain_limit_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long turns may go on after draining started."""
+
+    @field_validator("prefill_endpoints", "decode_endpoints", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("prefill_endpoints", "decode_endpoints")
+    @classmethod
+    def _endpoints(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        parsed = [_parse(text) for text in value]
+        if unusable := [text for text, endpoint in zip(value, parsed, strict=True) if endpoint.port == 0]:
+            raise ValueError(f"{unusable[0]} has port 0; name the port on which the worker listens")
+        if len(set(parsed)) != len(parsed):
+            raise ValueError("an endpoint is named twice; name each worker once")
+        return tuple(str(endpoint) for endpoint in parsed)
+
+    @field_validator("listen")
+    @classmethod
+    def _listen(cls, value: str) -> str:
+        return str(_parse(value))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.prefill_endpoints or not self.decode_endpoints:
+            raise ValueError("prefill_endpoints and decode_endpoints must each name at least one worker")
+        if both := sorted(set(self.prefill_endpoints) & set(self.decode_endpoints)):
+            raise ValueError(f"{both[0]} is named as a prefill and as a decode worker; it can be only one")
+        if self.fleet_secret is not None and self.fleet_secret_file is not None:
+            raise ValueError("fleet_secret and fleet_secret_file are both set; keep one")
+        if not endpoints.parse(self.listen).is_loopback:
+            if self.tokens_file is None:
+                raise ValueError(
+                    f"listen {self.listen} is open to other hosts; set tokens_file, or listen on 127.0.0.1"
+                )
+            if self.fleet_secret is None and self.fleet_secret_file is None:
+                raise ValueError(
+                    "a router that other hosts reach shares its conversations with other routers;"
+                    " set fleet_secret or fleet_secret_file to the fleet's secret"
+                )
+        if self.kv_recompute_threshold is not None and not self.reuse:
+            raise ValueError("kv_recompute_threshold has no effect while reuse is off; remove one of them")
+        return self
+
+
+def _parse(text: str) -> endpoints.Endpoint:
+    try:
+        return endpoints.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None

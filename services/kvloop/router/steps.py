@@ -1,0 +1,124 @@
+"""The steps of a turn, and their order.
+
+    admit -> lookup -> verdict -> (place -> prefill -> decode) -> summary
+
+Each step reads and fills the Turn and is timed under its own name. What stands in brackets is one attempt:
+when a leg fails before the first chunk, the turn starts again there, cold, with a fresh id.
+"""
+
+import secrets
+
+from kvloop.router.attempts import decode, place, prefill, start_again
+from kvloop.router.identity import Owner
+from kvloop.router.legs import LegFailed
+from kvloop.router.planning import lookup, verdict
+from kvloop.router.relay import Relay
+from kvloop.router.turn import Tools, Turn
+from kvloop.router.verdict import Verdict, Why
+from kvloop.runtime import checks, logs
+from kvloop.runtime.errors import invalid
+from kvloop.v1alpha1 import router_service_pb2
+
+_MAX_SALT = 256
+_POLICIES = frozenset(router_service_pb2.ReusePolicy.values())
+
+_log = logs.get("router")
+
+
+async def serve(turn: Turn, tools: Tools, relay: Relay) -> None:
+    """Serve an admitted turn: chunks and the summary go to the relay.
+
+    Raises Failure; cancellation tells both legs.
+    """
+    await lookup(turn, tools)
+    verdict(turn, tools)
+    while True:
+        try:
+            place(turn, tools)
+            await prefill(turn, tools)
+            await decode(turn, tools, relay)
+            break
+        except LegFailed as failed:
+            start_again(turn, tools, failed)
+    relay.finish(summary(turn).SerializeToString())
+    decision = turn.decided
+    _log.debug(
+        "turn_done",
+        request_id=turn.request_id,
+        attempts=turn.attempt,
+        verdict=Verdict.Name(decision.verdict),
+        reason=Why.Name(decision.reason),
+        timings={name: round(spent, 3) for name, spent in turn.timings.items()},
+    )
+
+
+def admit(
+    request: router_service_pb2.GenerateRequest, tenant: str, time_left_s: float | None, tools: Tools
+) -> Turn:
+    """Check a request and return its turn. Raises the Failure that names the field."""
+    started = tools.clock.monotonic()
+    left = checks.check_deadline(time_left_s)
+    checks.check_request_id(request.request_id, required=False)
+    checks.check_conversation_id(request.conversation_id)
+    checks.check_conversation_id(request.parent_conversation_id, "parent_conversation_id")
+    check_salt(request.cache_salt)
+    if request.reuse_policy not in _POLICIES:
+        raise invalid("reuse_policy", "is not a known policy")
+    served = tools.pool.resolve(request.model, request.adapter)
+    checks.check_sampling(request.sampling, vocab_size=served.vocab_size)
+    checks.check_retention(request.retention)
+    prompt_tokens = checks.check_prompt(
+        request.prompt_token_ids, max_model_len=served.max_model_len, vocab_size=served.vocab_size
+    )
+    checks.check_lengths(prompt_tokens, request.sampling, served.max_model_len)
+    owner = Owner(tenant, served.name, served.revision, served.adapter, request.cache_salt)
+    # With reuse off nobody would look for a lease, so none is asked for.
+    conversation = request.conversation_id if tools.settings.reuse else ""
+    turn = Turn(
+        request=request,
+        tenant=tenant,
+        deadline=started + left,
+        clock=tools.clock,
+        request_id=request.request_id or secrets.token_hex(16),
+        started=started,
+        served=served,
+        owner=owner,
+        scope=tools.identities.turn_scope(owner, conversation),
+        prompt_tokens=prompt_tokens,
+    )
+    turn.timings["admit"] = (tools.clock.monotonic() - started) * 1000
+    return turn
+
+
+def check_salt(salt: str) -> None:
+    """Accept a client's salt of up to 256 characters."""
+    if len(salt) > _MAX_SALT:
+        raise invalid("cache_salt", f"must have at most {_MAX_SALT} characters")
+
+
+def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
+    """Return the end of the answer."""
+    assert turn.pair is not None
+    assert turn.prefilled is not None
+    assert turn.decoded is not None
+    decoded, prefilled = turn.decoded, turn.prefilled
+    response = router_service_pb2.GenerateResponse()
+    out = response.summary
+    out.finish_reason = decoded.finish_reason
+    if decoded.HasField("stop_reason"):
+        out.stop_reason = decoded.stop_reason
+    out.prompt_tokens = turn.prompt_tokens
+    out.output_tokens = decoded.output_tokens
+    out.reuse.CopyFrom(prefilled.reuse)
+    out.reuse.retried = prefilled.reuse.retried or turn.attempt > 1
+    if decoded.HasField("handoff"):
+        out.reuse.handoff.CopyFrom(decoded.handoff)
+    if decoded.HasField("lease"):
+        out.lease.CopyFrom(decoded.lease)
+    out.prompt_logprobs.extend(prefilled.prompt_logprobs)
+    if turn.first_event_at is not None:
+        out.ttft_ms = (turn.first_event_at - turn.started) * 1000
+    out.request_id = turn.request_id
+    out.prefill_worker = turn.pair.prefill.name
+    out.decode_worker = turn.pair.decode.name
+    return response

@@ -1,0 +1,101 @@
+"""The context of one turn: what the steps work with, and what they have worked out so far."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvloop.metastore.port import LeaseDirectory
+from kvloop.router.identity import Identities, Owner
+from kvloop.router.legs import Background
+from kvloop.router.settings import RouterSettings
+from kvloop.router.verdict import Decision
+from kvloop.router.worker import DecodeWorker
+from kvloop.router.workers import Pair, Served, WorkerPool
+from kvloop.runtime.clock import Clock
+from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, router_service_pb2, turn_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the steps work with."""
+
+    settings: RouterSettings
+    pool: WorkerPool
+    directory: LeaseDirectory
+    identities: Identities
+    clock: Clock
+    background: Background
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One Generate call. Times are of the clock's monotonic kind, in seconds; timings in milliseconds."""
+
+    request: router_service_pb2.GenerateRequest
+    tenant: str
+    deadline: float
+    clock: Clock
+    request_id: str
+    """As given by the client, or minted."""
+    started: float
+
+    # admit
+    served: Served
+    owner: Owner
+    scope: turn_pb2.TurnScope
+    prompt_tokens: int
+
+    # lookup
+    entry: lease_pb2.DirectoryEntry | None = None
+    entry_remaining_s: float = 0.0
+    directory_failed: bool = False
+
+    # verdict
+    decision: Decision | None = None
+    holder: DecodeWorker | None = None
+    """The decode worker that holds the history, if it still does."""
+    looked_again: bool = False
+
+    # legs
+    attempt: int = 0
+    attempt_id: str = ""
+    """request_id of the legs; never used twice."""
+    pair: Pair | None = None
+    avoid: set[object] = field(default_factory=set)
+    """Workers that failed this turn."""
+    prefilled: prefill_service_pb2.PrefillResponse | None = None
+    decoded: decode_service_pb2.DecodeSummary | None = None
+    first_event_at: float | None = None
+    streaming: bool = False
+    """Whether a chunk was passed on; from then on the turn can't start again."""
+
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def decided(self) -> Decision:
+        """Return the decision; valid after the verdict."""
+        assert self.decision is not None
+        return self.decision
+
+    def time_left_s(self) -> float:
+        """Return the seconds until the caller's deadline; negative when it is over."""
+        return self.deadline - self.clock.monotonic()
+
+    def new_attempt(self) -> None:
+        """Forget the former attempt's legs and take a fresh id."""
+        self.attempt += 1
+        self.attempt_id = secrets.token_hex(16)
+        self.pair = None
+        self.prefilled = None
+        self.decoded = None
+
+    @contextlib.contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Add the time spent inside to a step's timing."""
+        before = self.clock.monotonic()
+        try:
+            yield
+        finally:
+            spent = (self.clock.monotonic() - before) * 1000
+            self.timings[step] = self.timings.get(step, 0.0) + spent

@@ -1,0 +1,111 @@
+"""One worker, as a router sees it: its facts, whether it answers, and how its legs went."""
+
+import asyncio
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvloop.router.legs import DecodeLink, PrefillLink
+from kvloop.runtime import logs
+from kvloop.runtime.clock import Clock
+from kvloop.v1alpha1 import worker_pb2
+
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 10.0
+_SLOW_ANSWERS = 3
+"""So many unanswered questions in a row mean that a worker is gone; a busy one may miss one or two."""
+
+_log = logs.get("router")
+
+
+class Link(Protocol):
+    """What every link has."""
+
+    async def info(self, timeout_s: float) -> worker_pb2.WorkerInfo:
+        """Return the worker's facts. Raises LegFailed."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
+L = TypeVar("L", bound=Link)
+
+
+class Worker(Generic[L]):
+    """One worker, as seen from here."""
+
+    def __init__(self, endpoint: str, link: L, clock: Clock) -> None:
+        self.endpoint = endpoint
+        self.link = link
+        self.info: worker_pb2.WorkerInfo | None = None
+        self.in_flight = 0
+        self._clock = clock
+        self._answers = False
+        self._unanswered = 0
+        self._failures = 0
+        self._paused_until = 0.0
+        self.ask_now = asyncio.Event()
+
+    @property
+    def present(self) -> bool:
+        """Tell whether the worker answers questions."""
+        return self.info is not None and self._answers
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether turns may be sent there: present, and no leg has failed there just now."""
+        return self.present and self._clock.monotonic() >= self._paused_until
+
+    @property
+    def name(self) -> str:
+        """Return the worker's own name, or its endpoint while that is unknown."""
+        return self.info.worker_id if self.info is not None and self.info.worker_id else self.endpoint
+
+    def learned(self, info: worker_pb2.WorkerInfo) -> bool:
+        """Take in fresh facts; True when they change whom the worker can serve."""
+        before, answered = self.info, self._answers
+        self.info, self._answers, self._unanswered = info, True, 0
+        if before is not None and before.epoch != info.epoch:
+            # A new life: what the former one did wrong says nothing about it.
+            self._failures, self._paused_until = 0, 0.0
+            _log.info("worker_restarted", worker=self.name, endpoint=self.endpoint)
+        return not answered or before is None or _facts(before) != _facts(info)
+
+    def not_answered(self, *, slow: bool) -> bool:
+        """Note an unanswered question; True when the worker counts as gone from now on."""
+        self._unanswered += 1
+        if not self._answers or (slow and self._unanswered < _SLOW_ANSWERS):
+            return False
+        self._answers = False
+        _log.warning("worker_gone", worker=self.name, endpoint=self.endpoint)
+        return True
+
+    def failed(self) -> None:
+        """Note a failed leg: no turns for a while, longer each time in a row."""
+        pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
+        self._failures = min(self._failures + 1, 16)
+        self._paused_until = self._clock.monotonic() + pause
+        self.ask_now.set()
+
+    def succeeded(self) -> None:
+        """Note a leg that did its work."""
+        self._failures, self._paused_until = 0, 0.0
+
+
+PrefillWorker = Worker[PrefillLink]
+DecodeWorker = Worker[DecodeLink]
+AnyWorker = Worker[Any]
+
+
+def _facts(info: worker_pb2.WorkerInfo) -> tuple[object, ...]:
+    return (
+        info.epoch,
+        info.model.name,
+        info.model.revision,
+        info.compatibility,
+        info.max_model_len,
+        info.vocab_size,
+        info.kv_recompute_threshold,
+        info.bidirectional_kv_xfer,
+        tuple(info.adapters),
+    )

@@ -1,0 +1,249 @@
+"""The workers a router knows: their facts, whether they answer, and which two serve a turn.
+
+Each worker is asked for its facts in the background. P and D make a pair only when they serve the same
+weights and their engines can exchange KV (equal compatibility digests): such workers form a group, and a
+turn stays within one.
+"""
+
+import asyncio
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvloop.router.legs import DecodeLink, LegFailed, PrefillLink
+from kvloop.router.settings import RouterSettings
+from kvloop.router.worker import AnyWorker, DecodeWorker, L, PrefillWorker, Worker
+from kvloop.runtime.clock import Clock
+from kvloop.runtime.errors import Failure, Reason, invalid
+from kvloop.v1alpha1 import worker_pb2
+
+_NO_WORKER_RETRY_S = 0.5
+_OVERLOADED_BY = 8
+"""A preferred worker may have so many turns more than twice the least loaded one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model as one group of workers serves it."""
+
+    name: str
+    revision: str
+    adapter: str
+    compatibility: str
+    max_model_len: int
+    vocab_size: int
+    kv_recompute_threshold: int
+
+    def fits(self, info: worker_pb2.WorkerInfo | None) -> bool:
+        """Tell whether a worker belongs to the group and serves the adapter."""
+        return (
+            info is not None
+            and info.model.name == self.name
+            and info.model.revision == self.revision
+            and info.compatibility == self.compatibility
+            and (not self.adapter or self.adapter in info.adapters)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two workers of one attempt."""
+
+    prefill: PrefillWorker
+    decode: DecodeWorker
+
+
+class WorkerPool:
+    """Static lists of workers, watched."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        clock: Clock,
+        *,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self.prefill = [Worker(e, PrefillLink(e), clock) for e in settings.prefill_endpoints]
+        self.decode = [Worker(e, DecodeLink(e), clock) for e in settings.decode_endpoints]
+        self._watchers: list[asyncio.Task[None]] = []
+        self._served: dict[tuple[str, str], list[Served]] = {}
+        self.changed = asyncio.Event()
+        """Set when some worker's facts or presence changed; for one waiter, who clears it."""
+
+    async def start(self) -> None:
+        """Ask every worker once, then keep watching."""
+        workers = self._all()
+        await asyncio.gather(*(self._ask(worker) for worker in workers))
+        self._watchers = [asyncio.create_task(self._watch(worker)) for worker in workers]
+
+    async def stop(self) -> None:
+        """Stop watching and close the channels. Idempotent."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        if self._watchers:
+            await asyncio.wait(self._watchers)
+        self._watchers = []
+        await asyncio.gather(*(worker.link.close() for worker in self._all()))
+
+    def can_serve(self) -> bool:
+        """Tell whether some pair is present."""
+        return any(
+            _group(p.info) == _group(d.info)
+            for p in self.prefill
+            if p.present
+            for d in self.decode
+            if d.present
+        )
+
+    def resolve(self, name: str, adapter: str) -> Served:
+        """Return the model asked for, in the group best able to serve it now.
+
+        Failures: MODEL_NOT_FOUND, NO_WORKER before any worker is known, INVALID_FIELD for no name where
+        several models are served.
+        """
+        served = self.versions(name, adapter)
+        return served[0] if len(served) == 1 else max(served, key=self._pairs_ready)
+
+    def versions(self, name: str, adapter: str) -> list[Served]:
+        """Return the model in every group that serves it. Failures as for resolve."""
+        known = self._served.get((name, adapter))
+        if known is None:
+            known = self._served[(name, adapter)] = self._versions(name, adapter)
+        return known
+
+    def holder(self, endpoint: str, epoch: str) -> DecodeWorker | None:
+        """Return the worker a directory entry speaks of, or None when it is none of ours.
+
+        The epoch names a process surely; the endpoint may be another name of the same host.
+        """
+        for worker in self.decode:
+            if worker.info is not None and worker.info.epoch == epoch:
+                return worker
+        return self.by_endpoint(endpoint)
+
+    def by_endpoint(self, endpoint: str) -> DecodeWorker | None:
+        """Return the decode worker at an endpoint, or None."""
+        return next((worker for worker in self.decode if worker.endpoint == endpoint), None)
+
+    def pick(
+        self,
+        served: Served,
+        *,
+        prefer_decode: DecodeWorker | None = None,
+        avoid: Collection[object] = (),
+        reads_back: bool = False,
+    ) -> Pair:
+        """Return the pair for an attempt; workers to avoid only serve when there is no other.
+
+        Failure NO_WORKER (with RetryInfo): a leg has no ready worker.
+        """
+        prefills = [w for w in self.prefill if w.ready and served.fits(w.info)]
+        if reads_back:
+            prefills = [
+                w for w in prefills if w.info is not None and w.info.bidirectional_kv_xfer
+            ] or prefills
+        decodes = [w for w in self.decode if w.ready and served.fits(w.info)]
+        for role, found in (("prefill", prefills), ("decode", decodes)):
+            if not found:
+                raise Failure(
+                    Reason.ERROR_REASON_NO_WORKER,
+                    f"no {role} worker is ready",
+                    retry_after_s=_NO_WORKER_RETRY_S,
+                )
+        return Pair(
+            self._least_loaded([w for w in prefills if w not in avoid] or prefills),
+            self._place_decode([w for w in decodes if w not in avoid] or decodes, prefer_decode),
+        )
+
+    def _all(self) -> list[AnyWorker]:
+        return [*self.prefill, *self.decode]
+
+    def _place_decode(self, decodes: Sequence[DecodeWorker], prefer: DecodeWorker | None) -> DecodeWorker:
+        if prefer is not None and prefer in decodes:
+            least = min(worker.in_flight for worker in decodes)
+            if prefer.in_flight <= 2 * least + _OVERLOADED_BY:
+                return prefer
+        return self._least_loaded(decodes)
+
+    def _least_loaded(self, workers: Sequence[Worker[L]]) -> Worker[L]:
+        # Two at random and the better one: near the best placement, without every router at once
+        # running to the same idle worker.
+        one, other = (
+            (self._rng.choice(workers) for _ in range(2))
+            if len(workers) > 2
+            else (
+                workers[0],
+                workers[-1],
+            )
+        )
+        if one.in_flight == other.in_flight:
+            return self._rng.choice((one, other))
+        return one if one.in_flight < other.in_flight else other
+
+    def _pairs_ready(self, served: Served) -> tuple[int, int]:
+        prefills = sum(worker.ready and served.fits(worker.info) for worker in self.prefill)
+        decodes = sum(worker.ready and served.fits(worker.info) for worker in self.decode)
+        return min(prefills, decodes), prefills + decodes
+
+    def _versions(self, name: str, adapter: str) -> list[Served]:
+        infos = [worker.info for worker in self._all() if worker.info is not None]
+        if not infos:
+            raise Failure(
+                Reason.ERROR_REASON_NO_WORKER, "no worker has answered yet", retry_after_s=_NO_WORKER_RETRY_S
+            )
+        names = {info.model.name for info in infos}
+        if not name and len(names) > 1:
+            raise invalid("model", "several models are served; name one")
+        chosen = name or next(iter(names))
+        if chosen not in names:
+            raise Failure(Reason.ERROR_REASON_MODEL_NOT_FOUND, "no such model is served", field="model")
+        able = [i for i in infos if i.model.name == chosen and (not adapter or adapter in i.adapters)]
+        if not able:
+            raise Failure(Reason.ERROR_REASON_MODEL_NOT_FOUND, "no such adapter is served", field="adapter")
+        groups: dict[tuple[str, str, str] | None, list[worker_pb2.WorkerInfo]] = {}
+        for info in able:
+            groups.setdefault(_group(info), []).append(info)
+        return [
+            Served(
+                name=chosen,
+                revision=members[0].model.revision,
+                adapter=adapter,
+                compatibility=members[0].compatibility,
+                max_model_len=min(info.max_model_len for info in members),
+                vocab_size=min(info.vocab_size for info in members),
+                kv_recompute_threshold=max(info.kv_recompute_threshold for info in members),
+            )
+            for members in groups.values()
+        ]
+
+    async def _watch(self, worker: AnyWorker) -> None:
+        # Spread over the interval, so that many workers are not all asked in the same instant.
+        interval = self._settings.info_interval_s * self._rng.uniform(0.9, 1.1)
+        while True:
+            try:
+                async with asyncio.timeout(interval):
+                    await worker.ask_now.wait()
+            except TimeoutError:
+                pass
+            worker.ask_now.clear()
+            await self._ask(worker)
+
+    async def _ask(self, worker: AnyWorker) -> None:
+        asked = self._clock.monotonic()
+        try:
+            info = await worker.link.info(self._settings.info_timeout_s)
+        except LegFailed:
+            slow = self._clock.monotonic() - asked >= self._settings.info_timeout_s
+            changed = worker.not_answered(slow=slow)
+        else:
+            changed = worker.learned(info)
+        if changed:
+            self._served.clear()
+            self.changed.set()
+
+
+def _group(info: worker_pb2.WorkerInfo | None) -> tuple[str, str, str] | None:
+    return None if info is None else (info.model.name, info.model.revision, info.compatibility)
