@@ -112,13 +112,17 @@ def serve(name: str, settings: Any, ready_file: Path | None, log_level: str) -> 
         logs.configure(log_level)
     except KeyError:
         raise ConfigError(f"log_level: no level {log_level!r}; use debug, info, warning or error") from None
-    try:
-        app = ROLES[name].load_app()(settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    async def run() -> None:
+        # Made inside the loop: a gRPC server belongs to the loop it was made in.
+        try:
+            app = ROLES[name].load_app()(settings)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        await server.run_until_signal(_Announced(app, name, ready_file))
+
     with ready.no_longer_than_served(ready_file):
         try:
-            uvloop.run(server.run_until_signal(_Announced(app, name, ready_file)))
+            uvloop.run(run())
         except (server.ServerError, Failure) as error:
             raise CommandFailed(f"{name}: {error}") from None
 
