@@ -8,7 +8,7 @@ import typer
 
 from kvloop.cli.errors import CommandFailed, sentences
 
-DECODE = "127.0.0.1:7602"
+DECODE = "127.0.0.1:50052"
 _TIMEOUT_S = 10.0
 
 
