@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from redis.asyncio import ConnectionPool, Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import Connection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
@@ -123,22 +124,20 @@ def _settings(target: urls.StoreUrl, options: StoreOptions) -> dict[str, Any]:
     RESP2, because RESP3 costs a round trip more per connection and gives scripts nothing. No timeout per
     socket: the deadline is around the whole operation, and redis-py drops a connection left in mid-answer.
     """
-    settings: dict[str, Any] = {
+    return {
         "protocol": 2,
         "driver_info": None,
         "username": target.username,
         "password": target.password,
         "socket_timeout": None,
         "socket_connect_timeout": options.connect_s,
-        "socket_keepalive": True,
     }
-    if target.tls:
-        settings.update(target.options)
-        check = target.options.get("ssl_check_hostname", "true")
-        settings["ssl_check_hostname"] = check.lower() not in {"0", "false", "no"}
-        for name in ("sentinel_username", "sentinel_password"):
-            settings.pop(name, None)
-    return settings
+
+
+def _transport(target: urls.StoreUrl, plain: type[Connection], secured: type[Connection]) -> dict[str, Any]:
+    if not target.tls:
+        return {"connection_class": plain}
+    return {"connection_class": secured, "tls_context": urls.tls_context(target)}
 
 
 def _retry() -> Retry:
@@ -149,38 +148,39 @@ def _retry() -> Retry:
 def _single(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
     settings = _settings(target, options)
     if target.kind == "unix":
-        settings.pop("socket_keepalive")
         settings.update(connection_class=link.SocketConnection, path=target.path)
     else:
         host, port = target.hosts[0]
-        kind = link.TlsConnection if target.tls else link.PlainConnection
-        settings.update(connection_class=kind, host=host, port=port)
+        settings.update(host=host, port=port, socket_keepalive=True)
+        settings.update(_transport(target, link.PlainConnection, link.TlsConnection))
     pool = ConnectionPool(max_connections=options.max_connections, retry=_retry(), db=target.db, **settings)
     return link.SingleLink(Redis.from_pool(pool))
 
 
 def _sentinel(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
-    settings = _settings(target, options)
-    own = {name: value for name, value in settings.items() if name not in {"username", "password"}}
     # Sentinels are asked one after the other: a silent one may use up its share of the time only.
     share = options.connect_s / (len(target.hosts) + 1)
-    own.update(
-        username=target.options.get("sentinel_username"),
-        password=target.options.get("sentinel_password"),
-        socket_timeout=share,
-        socket_connect_timeout=share,
-        retry=Retry(NoBackoff(), 0),
-        ssl=target.tls,
-    )
-    sentinel = Sentinel(list(target.hosts), sentinel_kwargs=own)  # type: ignore[no-untyped-call]
+    own = _settings(target, options) | {
+        "username": target.options.get("sentinel_username"),
+        "password": target.options.get("sentinel_password"),
+        "socket_timeout": share,
+        "socket_connect_timeout": share,
+        "retry": Retry(NoBackoff(), 0),
+    }
+    own |= _transport(target, link.PlainConnection, link.TlsConnection)
+    sentinel = Sentinel([])  # type: ignore[no-untyped-call]
+    sentinel.sentinels = [
+        Redis.from_pool(ConnectionPool(host=host, port=port, **own)) for host, port in target.hosts
+    ]
     pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
         target.path,
         sentinel,
-        connection_class=link.SentinelTlsConnection if target.tls else link.SentinelConnection,
         max_connections=options.max_connections,
         retry=_retry(),
         db=target.db,
-        **settings,
+        socket_keepalive=True,
+        **_settings(target, options),
+        **_transport(target, link.SentinelConnection, link.SentinelTlsConnection),
     )
     return link.SingleLink(Redis.from_pool(pool), sentinel)
 
@@ -189,12 +189,16 @@ def _cluster(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
     client = RedisCluster(
         startup_nodes=[ClusterNode(host, port) for host, port in target.hosts],
         max_connections=options.max_connections,
+        # Part of the slots is worth having.
+        require_full_coverage=False,
         retry=_retry(),
-        ssl=target.tls,
         **_settings(target, options),
     )
-    kind = link.TlsConnection if target.tls else link.PlainConnection
-    client.connection_kwargs["connection_class"] = kind
+    transport = _transport(target, link.PlainConnection, link.TlsConnection)
+    client.connection_kwargs.update(transport)
     for node in client.startup_nodes:
-        node.connection_class = kind
+        node.connection_class = transport["connection_class"]
+        node.connection_kwargs.update(
+            {key: value for key, value in transport.items() if key == "tls_context"}
+        )
     return link.ClusterLink(client)

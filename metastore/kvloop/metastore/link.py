@@ -5,6 +5,7 @@ retried here but a connection that broke while idle: every script is safe to run
 """
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from redis.asyncio.connection import (
     SSLConnection,
     UnixDomainSocketConnection,
 )
-from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
+from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection
 from redis.exceptions import NoScriptError, ReadOnlyError
 
 from kvloop.metastore.scripts import Script
@@ -79,11 +80,19 @@ class _Unhurried(AbstractConnection):
             task.exception()
 
 
+class _Secured(SSLConnection):
+    """Takes a finished TLS context: redis-py makes one per connection, which takes 100 ms of the loop."""
+
+    def __init__(self, *, tls_context: ssl.SSLContext, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.ssl_context.context = tls_context
+
+
 class PlainConnection(_Unhurried, Connection):
     """TCP."""
 
 
-class TlsConnection(_Unhurried, SSLConnection):
+class TlsConnection(_Unhurried, _Secured):
     """TLS over TCP."""
 
 
@@ -95,7 +104,7 @@ class SentinelConnection(_Unhurried, SentinelManagedConnection):
     """TCP to whichever server Sentinel names."""
 
 
-class SentinelTlsConnection(_Unhurried, SentinelManagedSSLConnection):
+class SentinelTlsConnection(_Unhurried, SentinelManagedConnection, _Secured):
     """TLS to whichever server Sentinel names."""
 
 
@@ -154,17 +163,31 @@ class ClusterLink:
 
     def __init__(self, client: "RedisCluster") -> None:
         self._client = client
+        self._opening: asyncio.Task[RedisCluster] | None = None
+
+    async def _open(self) -> None:
+        # redis-py drops connections in use when operations meet while it reads the slots for the first time.
+        # The reading goes on though the first operation runs out of time.
+        if self._opening is None or (self._opening.done() and _failed(self._opening)):
+            self._opening = asyncio.ensure_future(self._client.initialize())
+            self._opening.add_done_callback(_failed)
+        if not self._opening.done():
+            await asyncio.shield(self._opening)
+
+    async def _execute(self, *args: bytes | int | str) -> Any:
+        await self._open()
+        return await self._client.execute_command(*args)
 
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | int) -> Any:
         """Run a script; EVAL when that node doesn't know it, which also makes it known there."""
         try:
-            return await self._client.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+            return await self._execute("EVALSHA", script.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return await self._client.execute_command("EVAL", script.source, len(keys), *keys, *args)
+            return await self._execute("EVAL", script.source, len(keys), *keys, *args)
 
     async def command(self, name: str, key: bytes, *args: bytes | int | str) -> Any:
         """Run a command."""
-        return await self._client.execute_command(name, key, *args)
+        return await self._execute(name, key, *args)
 
     def route(self, key: bytes) -> str:
         """Return the name of the slot's primary; "" before the slots are known."""
@@ -173,7 +196,7 @@ class ClusterLink:
 
     async def probe(self, route: str) -> bool:
         """Read the slots anew, then ping the node, or all of them for ""."""
-        await self._client.initialize()
+        await self._open()
         await self._client.nodes_manager.initialize()
         nodes = [node for node in self._client.get_primaries() if route in {"", node.name}]
         await asyncio.gather(*(node.execute_command("PING") for node in nodes))
@@ -181,11 +204,20 @@ class ClusterLink:
 
     async def facts(self) -> list[dict[str, Any]]:
         """Return INFO of every primary."""
-        await self._client.initialize()
-        primaries = self._client.get_primaries()
-        answers = await self._client.info(target_nodes=primaries)
-        return [dict(answers)] if len(primaries) == 1 else [dict(answer) for answer in answers.values()]
+        await self._open()
+        nodes = self._client.get_primaries()
+        return [dict(await node.execute_command("INFO")) for node in nodes]
 
     async def close(self) -> None:
         """Close every node's connections."""
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
         await self._client.aclose()
+        # aclose() leaves them open when the slots were to be read again.
+        await self._client.nodes_manager.aclose()
+        await self._client.nodes_manager.aclose("startup_nodes")
+
+
+def _failed(task: "asyncio.Task[Any]") -> bool:
+    return task.cancelled() or task.exception() is not None

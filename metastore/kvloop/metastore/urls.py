@@ -11,6 +11,7 @@ ssl_keyfile, ssl_cert_reqs, ssl_check_hostname, and for Sentinel its own sentine
 sentinel_password. User and password are percent-encoded.
 """
 
+import ssl
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -26,6 +27,7 @@ _KINDS = {
 }
 _TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"}
 _SENTINEL_OPTIONS = {"sentinel_username", "sentinel_password"}
+_REQUIREMENTS = {"required": ssl.CERT_REQUIRED, "optional": ssl.CERT_OPTIONAL, "none": ssl.CERT_NONE}
 _DEFAULT_PORTS = {"sentinel": 26379}
 _REDIS_PORT = 6379
 
@@ -83,6 +85,27 @@ def parse(url: str) -> StoreUrl:
         password=unquote(password) or None,
         options={name: value for name, value in options.items() if name != "db"},
     )
+
+
+def tls_context(target: StoreUrl) -> ssl.SSLContext:
+    """Return the TLS context of a rediss:// URL; a named authority is the only one trusted.
+
+    Raises ValueError when a file can't be used, or an option makes no sense.
+    """
+    requirement = target.options.get("ssl_cert_reqs", "required").lower()
+    if requirement not in _REQUIREMENTS:
+        raise ValueError(f"ssl_cert_reqs is one of {', '.join(_REQUIREMENTS)}")
+    certificate, key = target.options.get("ssl_certfile"), target.options.get("ssl_keyfile")
+    try:
+        context = ssl.create_default_context(cafile=target.options.get("ssl_ca_certs"))
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+    except OSError as error:
+        raise ValueError(f"a certificate or key named in the store URL can't be used: {error}") from None
+    checked = target.options.get("ssl_check_hostname", "true").lower() not in {"0", "false", "no"}
+    context.check_hostname = checked and requirement != "none"
+    context.verify_mode = _REQUIREMENTS[requirement]
+    return context
 
 
 def _path(kind: str, path: str, options: dict[str, str]) -> tuple[str, int]:
