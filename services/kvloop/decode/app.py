@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from kvloop.decode.keeper import Keeper, Policy
-from kvloop.decode.publishing import Holder, Publisher
+from kvloop.decode.publishing import Publisher
 from kvloop.decode.reading import Reading, ReadPolicy
 from kvloop.decode.servicer import SERVICE_NAME, DecodeServicer, Parts
 from kvloop.decode.settings import DecodeSettings
@@ -94,9 +94,13 @@ class DecodeApp:
 
     def _wire(self) -> Parts:
         settings, clock, engine = self._settings, self._clock, self._life.engine
-        facts = engine.facts
-        holder = Holder(self._life.endpoint, facts.epoch, facts.block_size)
-        publisher = Publisher(self._life.store.directory, holder, clock, settings.directory_margin)
+        publisher = Publisher(
+            self._life.store.directory,
+            self._life.endpoint,
+            lambda: engine.facts,
+            clock,
+            settings.directory_margin,
+        )
         policy = Policy(
             ttl_s=settings.decoder_kv_blocks_ttl,
             max_ttl_s=settings.max_ttl,

@@ -131,15 +131,19 @@ class Keeper:
 
     async def watch(self) -> None:
         """Follow the engine's own endings of holds, for ever."""
+        broken = False
         while True:
             try:
                 await self.reconcile()
+                broken = False
                 async for event in self._engine.hold_events():
                     lease = self.table.get(event.lease_id)
                     if lease is not None:
                         await self._ended(lease, _why(event.reason))
             except Failure as failure:
-                _log.warning("hold_events_broken", reason=failure.reason_name)
+                if not broken:
+                    _log.warning("hold_events_broken", reason=failure.reason_name)
+                broken = True
             await asyncio.sleep(self._policy.watch_retry_s)
 
     async def reconcile(self) -> None:

@@ -5,9 +5,10 @@ being away is not this module's affair: DirectoryUnavailable passes through `pub
 fails is left to the key's own TTL, since a reader that follows a stale entry is answered NOT_FOUND.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kvloop.decode.lease import Lease
+from kvloop.engine.port import EngineFacts
 from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory, Published
 from kvloop.runtime import logs
 from kvloop.runtime.clock import Clock
@@ -19,44 +20,37 @@ ENTRY_VERSION = 1
 _log = logs.get("decode")
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who holds the leases, as entries name it."""
-
-    endpoint: str
-    """host:port of this DecodeService, as others reach it."""
-    epoch: str
-    block_size: int
-    dp_rank: int = 0
-
-
 class Publisher:
     """Writes this worker's entries; nobody else does."""
 
-    def __init__(self, directory: LeaseDirectory, holder: Holder, clock: Clock, margin_s: float) -> None:
+    def __init__(
+        self,
+        directory: LeaseDirectory,
+        endpoint: str,
+        facts: Callable[[], EngineFacts],
+        clock: Clock,
+        margin_s: float,
+    ) -> None:
+        """Take the endpoint under which readers reach the holder, and its facts: the epoch may change."""
+        self.endpoint = endpoint
         self._directory = directory
-        self._holder = holder
+        self._facts = facts
         self._clock = clock
         self._margin_s = margin_s
 
-    @property
-    def endpoint(self) -> str:
-        """Return where the leases are held."""
-        return self._holder.endpoint
-
     def entry(self, lease: Lease) -> lease_pb2.DirectoryEntry:
         """Return the directory's entry of a lease."""
-        lengths = coarse_lengths(lease.num_tokens, self._holder.block_size)
+        facts = self._facts()
+        lengths = coarse_lengths(lease.num_tokens, facts.block_size)
         digests = prefix_digests(lease.digest_key, lease.tokens, lengths)
         return lease_pb2.DirectoryEntry(
             version=ENTRY_VERSION,
             lease_id=lease.lease_id,
             conversation_id=lease.conversation_id,
-            decode_endpoint=self._holder.endpoint,
-            dp_rank=self._holder.dp_rank,
-            epoch=self._holder.epoch,
+            decode_endpoint=self.endpoint,
+            epoch=facts.epoch,
             num_tokens=lease.num_tokens,
-            block_size=self._holder.block_size,
+            block_size=facts.block_size,
             turn_start_us=lease.turn_start_us,
             digests=[
                 lease_pb2.CoarseDigest(num_tokens=length, digest=digest[:COARSE_BYTES])

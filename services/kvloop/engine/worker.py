@@ -103,6 +103,7 @@ class WorkerLife:
         self.server = GrpcServer([service_name])
         self.engine = engine if engine is not None else create_engine(settings, role)
         self.store = store if store is not None else open_store(settings.directory)
+        self._own_store = store is None
         self.endpoint = ""
         self.worker_id = settings.worker_id or ""
         self._settings = settings
@@ -152,7 +153,8 @@ class WorkerLife:
                 async with asyncio.timeout(FAREWELL_S):
                     await self.store.registry.withdraw(self.worker_id, self.engine.facts.epoch)
         await self.engine.stop()
-        await self.store.close()
+        if self._own_store:
+            await self.store.close()
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Run something until the worker stops."""
