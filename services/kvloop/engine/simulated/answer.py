@@ -117,9 +117,11 @@ class Answer:
             ending = Ending(LENGTH, None)
         if not s.with_text:
             return "", ending
+        if not s.stops:
+            return text.word(token) if shown else "", ending
         if shown:
             self._text += text.word(token)
-            if s.stops and count > s.min_tokens and (ending is None or ending.reason == LENGTH):
+            if count > s.min_tokens and (ending is None or ending.reason == LENGTH):
                 ending = self._stopped() or ending
         end = len(self._text) if ending else max(self._sent, len(self._text) - self._hold_back)
         new = self._text[self._sent : end]

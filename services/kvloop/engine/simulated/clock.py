@@ -79,12 +79,16 @@ class VirtualClock:
         self._now = end
         await _settle()
 
-    async def run(self, awaitable: Awaitable[T]) -> T:
-        """Return what the awaitable gives; time jumps to the next timer whenever all is quiet."""
+    async def run(self, awaitable: Awaitable[T], *, quiet: int = SETTLE_TURNS) -> T:
+        """Return what the awaitable gives; time jumps to the next timer whenever all is quiet.
+
+        quiet: turns of the event loop after which it is; more than the longest run of work that takes no
+        time.
+        """
         task = asyncio.ensure_future(awaitable)
         try:
             while not task.done():
-                await _settle(task)
+                await _settle(task, quiet)
                 if not task.done():
                     self._next_due(float("inf"))
         finally:
@@ -103,8 +107,8 @@ class VirtualClock:
         return False
 
 
-async def _settle(task: "asyncio.Future[Any] | None" = None) -> None:
-    for _ in range(SETTLE_TURNS):
+async def _settle(task: "asyncio.Future[Any] | None" = None, turns: int = SETTLE_TURNS) -> None:
+    for _ in range(turns):
         await asyncio.sleep(0)
         if task is not None and task.done():
             return

@@ -66,7 +66,7 @@ class Core:
         self._address = Address(f"{role}-{self.epoch}", "127.0.0.1", 0)
         self._resumed = asyncio.Event()
         self._wake = asyncio.Event()
-        self._requests: set[Request] = set()
+        self.requests: set[Request] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: BlockServer | None = None
         self._generated = 0
@@ -116,7 +116,7 @@ class Core:
         self._fabric.leave(self._address.engine_id)
         if self._server is not None:
             self._server.abort()
-        for request in list(self._requests):
+        for request in list(self.requests):
             failure = gone()
             failure.__cause__ = cause
             self._end(request)
@@ -165,7 +165,7 @@ class Core:
 
     def submit(self, request: Request) -> None:
         """Take a request in."""
-        self._requests.add(request)
+        self.requests.add(request)
         self.scheduler.submit(request)
         self._wake.set()
 
@@ -187,7 +187,7 @@ class Core:
     def _end(self, request: Request) -> None:
         request.over = True
         request.ended.set()
-        self._requests.discard(request)
+        self.requests.discard(request)
 
     def begin_read(self, lease_id: str, held: Held, num_tokens: int, pin_s: float) -> ReadGrant:
         """Pin a live hold for one read."""

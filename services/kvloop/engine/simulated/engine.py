@@ -85,6 +85,11 @@ class SimulatedEngine:
             raise gone()
         return self._core
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine has been started and neither stopped nor killed."""
+        return self._core is not None and self._core.alive
+
     async def start(self) -> None:
         """Begin a life: a new epoch, an empty pool."""
         if self._core is not None and self._core.alive:

@@ -8,6 +8,7 @@ weights, changes the answer too.
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 from kvloop.engine.simulated.pool import Block
 from kvloop.engine.simulated.settings import SimulatedSettings
@@ -51,14 +52,7 @@ class Model:
 
     def chain(self, root: bytes, packed: bytes) -> list[bytes]:
         """Return the hashes of all full blocks of packed ids."""
-        size = self._block_bytes
-        blake = hashlib.blake2b
-        hashes = []
-        last = root
-        for at in range(0, len(packed) - size + 1, size):
-            last = blake(last + packed[at : at + size], digest_size=HASH_BYTES).digest()
-            hashes.append(last)
-        return hashes
+        return list(_chain(root, packed, self._block_bytes))
 
     @staticmethod
     def link(parent: bytes, content: bytes) -> bytes:
@@ -94,6 +88,18 @@ class Model:
     def ends(self, digest: bytes) -> bool:
         """Return whether the answer would end here."""
         return int.from_bytes(digest[8:12], "little") % self._settings.eos_every == 0
+
+
+@lru_cache(maxsize=128)
+def _chain(root: bytes, packed: bytes, size: int) -> tuple[bytes, ...]:
+    """Remembered because both legs of a turn, often in one process, ask for the same."""
+    blake = hashlib.blake2b
+    hashes = []
+    last = root
+    for at in range(0, len(packed) - size + 1, size):
+        last = blake(last + packed[at : at + size], digest_size=HASH_BYTES).digest()
+        hashes.append(last)
+    return tuple(hashes)
 
 
 def _digest(*parts: str) -> bytes:
