@@ -162,6 +162,8 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
         self.finished = 0
         self.displaces: tuple[str, str] | None = None
         self.ttl_s = 60.0
+        self.padding = ""
+        """Added to the text of every chunk."""
         self._directory = directory
         self._prefills = prefills
         self.host = Served(lambda s: decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self, s))
@@ -178,7 +180,7 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
                     await self.on_chunk(number)
                 if number == 0:
                     self._read(request.handle.params_json)
-                chunk = turn_pb2.Chunk(token_ids=tokens.pack([token]), text=f"<{token}>")
+                chunk = turn_pb2.Chunk(token_ids=tokens.pack([token]), text=f"<{token}>{self.padding}")
                 yield decode_service_pb2.DecodeResponse(chunk=chunk)
             summary = decode_service_pb2.DecodeSummary(
                 finish_reason=turn_pb2.FINISH_REASON_LENGTH, output_tokens=len(answer)
@@ -344,8 +346,8 @@ class Client:
         return await self.turn(make_request(prompt, conversation, **fields))
 
 
-async def collect(call: Any) -> Answer:
-    answer = Answer()
+async def collect(call: Any, into: Answer | None = None) -> Answer:
+    answer = into if into is not None else Answer()
     async for response in call:
         assert answer.summary is None, "nothing comes after the summary"
         if response.WhichOneof("event") == "summary":

@@ -43,6 +43,7 @@ _WORKER = frozenset(
         Reason.ERROR_REASON_WORKER_FAILED,
         Reason.ERROR_REASON_INTERNAL,
         Reason.ERROR_REASON_DRAINING,
+        Reason.ERROR_REASON_NO_WORKER,
     }
 )
 
