@@ -1,0 +1,124 @@
+"""The gateway's process, wired together."""
+
+import asyncio
+import socket
+import time
+from typing import Any
+
+from kvloop.gateway.settings import GatewaySettings
+from kvloop.runtime import endpoints, logs
+from kvloop.runtime.config import ConfigError
+from kvloop.runtime.server import ServerError
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 65
+_POLL_S = 0.02
+_STOP_GRACE_S = 1.0
+
+_log = logs.get("gateway")
+
+
+class GatewayApp:
+    """Implements kvloop.runtime.server.App over uvicorn."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Take the settings; nothing is loaded before start."""
+        self._settings = settings
+        self._endpoint = ""
+        self._routers: Any = None
+        self._client: Any = None
+        self._door: Any = None
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Return host:port of the HTTP door; valid once started."""
+        return self._endpoint
+
+    async def start(self) -> None:
+        """Load tokenizer and template, then listen. Raises ConfigError, ServerError."""
+        import uvicorn
+
+        from kvloop.gateway import compat
+        from kvloop.gateway.client import RouterEngineClient
+        from kvloop.gateway.door import Door
+        from kvloop.gateway.history import History
+        from kvloop.gateway.metrics import Metrics
+        from kvloop.gateway.routers import Routers
+
+        settings = self._settings
+        listener = _listen(settings.listen)
+        try:
+            base = compat.load(settings)
+        except (OSError, ValueError) as error:
+            listener.close()
+            raise ConfigError(f"model: {error}") from None
+        self._routers = Routers(settings.router_endpoints)
+        await self._routers.start()
+        metrics = Metrics()
+        history = History(base.renderer, settings, metrics)
+        client_class = compat.make_client_class(RouterEngineClient)
+        self._client = client_class(base, self._routers, settings, history, metrics)
+        inner = await compat.build_app(base, self._client, settings.adapters)
+        await history.start()
+        self._door = Door(inner, settings)
+        config = uvicorn.Config(
+            self._door,
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            lifespan="on",
+        )
+        self._server = uvicorn.Server(config)
+        # Signals are the process's affair, not uvicorn's.
+        self._serving = asyncio.create_task(self._server._serve([listener]))
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+                raise ServerError("the HTTP server ended while it started")
+            await asyncio.sleep(_POLL_S)
+        host = endpoints.parse(settings.listen)
+        self._endpoint = str(host._replace(port=listener.getsockname()[1]))
+        _log.info("gateway_listening", endpoint=self._endpoint, render_cache=history.active)
+
+    async def drain(self) -> None:
+        """Fail health checks and let running requests end."""
+        if self._client is None or self._door is None:
+            return
+        self._client.start_draining()
+        limit = time.monotonic() + self._settings.drain_s
+        while self._door.open_exchanges and time.monotonic() < limit:  # noqa: ASYNC110 - the limit ends it
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self) -> None:
+        """Close the door and the channels. Idempotent."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=_STOP_GRACE_S)
+            # What still runs now is cut off.
+            self._server.force_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+            self._server = self._serving = None
+        if self._routers is not None:
+            await self._routers.stop()
+            self._routers = None
+
+
+def _listen(listen: str) -> socket.socket:
+    """Return a listening socket. Raises ConfigError, ServerError."""
+    try:
+        endpoint = endpoints.parse(listen)
+    except ValueError as error:
+        raise ConfigError(f"listen: {error}") from None
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((endpoint.host, endpoint.port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ServerError(f"can't listen on {listen}") from error
+    listener.setblocking(False)
+    return listener

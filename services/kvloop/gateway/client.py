@@ -1,0 +1,263 @@
+"""The EngineClient that is no engine: every generate() is a turn of RouterService."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from kvloop.gateway import compat, exchange, problems
+from kvloop.gateway.exchange import Exchange
+from kvloop.gateway.history import History
+from kvloop.gateway.metrics import Metrics
+from kvloop.gateway.outputs import Answer
+from kvloop.gateway.routers import Metadata, Routers
+from kvloop.gateway.sampling import to_proto
+from kvloop.gateway.settings import GatewaySettings
+from kvloop.runtime import tokens
+from kvloop.runtime.errors import Failure
+from kvloop.v1alpha1 import router_service_pb2, turn_pb2
+
+_FORK_QUEUE = 16
+
+
+class RouterEngineClient:
+    """The methods of vLLM's EngineClient that matter; compat.make_client_class adds the others."""
+
+    def __init__(
+        self,
+        base: compat.Base,
+        routers: Routers,
+        settings: GatewaySettings,
+        history: History,
+        metrics: Metrics,
+    ) -> None:
+        """Take the loaded model and the routers; neither is this object's to close."""
+        self.vllm_config = base.vllm_config
+        self.model_config = base.vllm_config.model_config
+        self.renderer = base.renderer
+        self.input_processor = base.input_processor
+        self._routers = routers
+        self._settings = settings
+        self._history = history
+        self._metrics = metrics
+        self._draining = False
+
+    # What the serving code asks about the engine.
+
+    @property
+    def is_running(self) -> bool:
+        """Return True: there is nothing here that could stop running."""
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return False."""
+        return False
+
+    @property
+    def errored(self) -> bool:
+        """Return False: a router that is away fails turns, not the gateway."""
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        """Return the exception that stands for "can't serve"."""
+        return compat.dead_error()
+
+    def start_draining(self) -> None:
+        """Fail health checks from now on."""
+        self._draining = True
+
+    async def check_health(self) -> None:
+        """Return when turns can be served; raise vLLM's EngineDeadError otherwise."""
+        if self._draining or not await self._routers.ready():
+            raise compat.dead_error()
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what vLLM's app should serve."""
+        return compat.TASKS
+
+    async def is_tracing_enabled(self) -> bool:
+        """Return False."""
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Do nothing: there is no engine to tell about."""
+
+    async def notify_kv_transfer_request_rejected(self, *_args: Any, **_kwargs: Any) -> None:
+        """Do nothing: no client's transfer parameters get this far."""
+
+    async def abort(self, request_id: Any) -> None:
+        """Do nothing: a turn ends with its generator."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Do nothing: the app closes what it opened."""
+
+    def encode(self, *_args: Any, **_kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Refuse: no pooling model is served."""
+        raise NotImplementedError("pooling models are not served")
+
+    # Turns.
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
+        session_id: str | None = None,
+        **_unused: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's RequestOutputs of one prompt; n > 1 forks it into n turns.
+
+        Failures are raised as vLLM's own exceptions, with the status that HTTP should have.
+        """
+        here = exchange.current() or Exchange()
+        try:
+            compat.prompt_ids(prompt)
+            self.input_processor.process_inputs(request_id, prompt, sampling_params, compat.TASKS)
+            turns = self._turns(
+                here,
+                prompt,
+                sampling_params,
+                request_id=request_id,
+                adapter=lora_request.lora_name if lora_request is not None else "",
+                priority=priority,
+            )
+            whole = not compat.wants_deltas(sampling_params)
+            async for output in turns[0] if len(turns) == 1 else _merge(turns, whole=whole):
+                here.answered = True
+                yield output
+        except Failure as failure:
+            problem = problems.from_failure(failure)
+            here.problem = here.problem or problem
+            self._metrics.failed(problem.reason)
+            raise compat.http_error(problem) from None
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            here.problem = here.problem or compat.problem_of(error)
+            self._metrics.failed(None)
+            raise
+
+    def _turns(
+        self,
+        here: Exchange,
+        prompt: Any,
+        params: Any,
+        *,
+        request_id: str,
+        adapter: str,
+        priority: int,
+    ) -> list[AsyncIterator[Any]]:
+        ids = compat.prompt_ids(prompt)
+        room = self.model_config.max_model_len - len(ids)
+        sampling = to_proto(params, room=room)
+        packed = tokens.pack(ids)
+        turns: list[AsyncIterator[Any]] = []
+        for index in range(params.n):
+            message = router_service_pb2.GenerateRequest(
+                request_id=here.request_id if here.turns == 0 else exchange.mint_request_id(),
+                model=self._settings.model_name,
+                adapter=adapter,
+                prompt_token_ids=packed,
+                sampling=sampling,
+                cache_salt=prompt.get("cache_salt") or "",
+                reuse_policy=here.reuse_policy,
+            )
+            if params.n > 1 and params.seed is not None:
+                # As vLLM does for parallel samples.
+                message.sampling.seed = params.seed + index
+            if self._settings.client_priority:
+                message.priority = priority if here.priority is None else here.priority
+            self._name(message, here)
+            here.turns += 1
+            here.running += 1
+            answer = Answer(request_id, ids, params, index)
+            turns.append(self._turn(here, message, answer, remember=params.n == 1))
+        return turns
+
+    def _name(self, message: router_service_pb2.GenerateRequest, here: Exchange) -> None:
+        """Give the turn its conversation.
+
+        Only one turn at a time can continue a conversation. Others that run beside it (n > 1, several
+        prompts) read what it holds and leave nothing behind.
+        """
+        own = here.identity
+        message.retention.hold = bool(own.conversation_id)
+        message.retention.hold_on_cancel = bool(own.conversation_id) and self._settings.hold_on_cancel
+        if not own.conversation_id:
+            return
+        if here.running == 0:
+            message.conversation_id = own.conversation_id
+            message.parent_conversation_id = own.parent_conversation_id
+            return
+        message.conversation_id = f"fork-{uuid.uuid4().hex}"
+        message.parent_conversation_id = own.conversation_id
+        message.retention.hold = message.retention.hold_on_cancel = False
+
+    async def _turn(
+        self, here: Exchange, message: router_service_pb2.GenerateRequest, answer: Answer, *, remember: bool
+    ) -> AsyncIterator[Any]:
+        metadata: Metadata = (("authorization", here.authorization),) if here.authorization else ()
+        stream = self._routers.generate(message, timeout_s=here.time_left_s(), metadata=metadata)
+        try:
+            async for response in stream:
+                if response.WhichOneof("event") == "chunk":
+                    output = answer.add(response.chunk)
+                    if output is not None:
+                        yield output
+                elif response.WhichOneof("event") == "summary":
+                    self._ended(here, response.summary, answer, remember=remember)
+                    yield answer.end(response.summary)
+        finally:
+            here.running -= 1
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    def _ended(self, here: Exchange, summary: turn_pb2.Summary, answer: Answer, *, remember: bool) -> None:
+        here.summaries.append(summary)
+        self._metrics.ended(here, summary)
+        if remember and here.rendering is not None:
+            self._history.remember(here, answer.ids, answer.text, summary)
+
+
+async def _merge(turns: list[AsyncIterator[Any]], *, whole: bool) -> AsyncIterator[Any]:
+    """Yield outputs of several turns as they come, or one output of all of them at the end.
+
+    One that fails ends all.
+    """
+    queue: asyncio.Queue[tuple[Any, Exception | None]] = asyncio.Queue(_FORK_QUEUE)
+
+    async def drain(turn: AsyncIterator[Any]) -> None:
+        try:
+            async for output in turn:
+                await queue.put((output, None))
+            await queue.put((None, None))
+        except Exception as error:  # noqa: BLE001 - handed to whoever reads the queue
+            await queue.put((None, error))
+        finally:
+            await turn.aclose()  # type: ignore[attr-defined]
+
+    tasks = [asyncio.create_task(drain(turn)) for turn in turns]
+    left = len(tasks)
+    kept: list[Any] = []
+    try:
+        while left:
+            output, error = await queue.get()
+            if error is not None:
+                raise error
+            if output is None:
+                left -= 1
+            elif whole:
+                kept.append(output)
+            else:
+                yield output
+        if kept:
+            kept[0].outputs = sorted((one.outputs[0] for one in kept), key=lambda one: one.index)
+            yield kept[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,286 @@
+"""Everything that the gateway takes from vLLM, and what differs between its versions (checked on 0.29.0).
+
+vLLM's serving code runs over any EngineClient. It needs a model's configuration, tokenizer and chat
+template, no weights and no GPU. vllm is imported on first use: it takes seconds, and a settings error should
+not.
+"""
+
+import os
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from kvloop.gateway.problems import Problem
+from kvloop.gateway.settings import GatewaySettings
+from kvloop.runtime.errors import invalid
+from kvloop.v1alpha1 import turn_pb2
+
+TASKS = ("generate",)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What vLLM derives from the arguments: the parts that an EngineClient must have."""
+
+    args: Any
+    vllm_config: Any
+    renderer: Any
+    input_processor: Any
+
+
+def prepare_environment(settings: GatewaySettings) -> None:
+    """Set what vLLM reads from the environment when it is imported; the user's own choices stand."""
+    os.environ.update({"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"})
+    # Routes and stores that belong to an engine of one's own.
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_API_KEY"):
+        os.environ.pop(name, None)
+    os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Connectors and engine hooks are other processes' affair.
+    os.environ.setdefault("VLLM_PLUGINS", "")
+    if Path(settings.model_path).exists():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+
+def arguments(settings: GatewaySettings) -> list[str]:
+    """Return the arguments of `vllm serve` that make its API server what the settings say."""
+    given = ["--model", settings.model_path, "--served-model-name", settings.model_name]
+    given += ["--enable-prompt-tokens-details", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    # The gateway computes nothing; this spares the checks of accelerators and of cache space.
+    given += ["--enforce-eager"]
+    if settings.revision is not None:
+        given += ["--revision", settings.revision]
+    if settings.max_model_len is not None:
+        given += ["--max-model-len", str(settings.max_model_len)]
+    if settings.tool_parser is not None:
+        given += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
+    if settings.reasoning_parser is not None:
+        given += ["--reasoning-parser", settings.reasoning_parser]
+    if settings.chat_template is not None:
+        given += ["--chat-template", str(settings.chat_template)]
+    return [*given, *settings.vllm_args]
+
+
+def load(settings: GatewaySettings) -> Base:
+    """Read the model's configuration and tokenizer. Raises ValueError or OSError when they are not there."""
+    prepare_environment(settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.renderers import renderer_from_config
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(settings))
+        validate_parsed_serve_args(args)
+        vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        renderer = renderer_from_config(vllm_config)
+        return Base(args, vllm_config, renderer, InputProcessor(vllm_config, renderer))
+
+
+async def build_app(base: Base, client: Any, adapters: Sequence[str]) -> Any:
+    """Return vLLM's own ASGI app over a client."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fastapi.exceptions import RequestValidationError
+        from starlette.responses import JSONResponse
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app as build
+        from vllm.lora.request import LoRARequest
+
+        app = build(base.args, TASKS, base.vllm_config.model_config)
+        await init_app_state(client, app.state, base.args, TASKS)
+
+    async def refuse(_request: Any, error: Any) -> Any:
+        problem = validation_problem(error.errors())
+        return JSONResponse(problem.body(), status_code=problem.status)
+
+    # vLLM's own handler repeats the client's whole input in the error.
+    app.exception_handler(RequestValidationError)(refuse)
+    for number, name in enumerate(adapters, start=1):
+        app.state.openai_serving_models.lora_requests[name] = LoRARequest(name, number, name)
+    return app
+
+
+def validation_problem(errors: Sequence[Any]) -> Problem:
+    """Return the problem of a body that does not fit its schema, without the input that was given."""
+    first = errors[0] if errors else None
+    if not isinstance(first, Mapping):
+        return Problem(int(HTTPStatus.BAD_REQUEST), str(first) if first else "the request is not valid")
+    # Branches of unions are told apart by names in brackets or of types; only fields mean something outside.
+    path = [str(part) for part in first.get("loc", ()) if not set(str(part)) & set("[](){}")]
+    named = ".".join(path[1:] if path[:1] == ["body"] else path)
+    text = str(first.get("msg", "is not valid")).removeprefix("Value error, ")
+    cause = (first.get("ctx") or {}).get("error")
+    param = getattr(cause, "parameter", None) or named or None
+    if cause is not None and cause.args:
+        text = str(cause.args[0])
+    return Problem(int(HTTPStatus.BAD_REQUEST), f"{named}: {text}" if named else text, param)
+
+
+def problem_of(error: Exception) -> Problem:
+    """Return the problem that one of vLLM's exceptions is, as vLLM's own handlers would answer it."""
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    response = create_error_response(error).error
+    return Problem(int(response.code), response.message, response.param)
+
+
+def http_error(problem: Problem) -> Exception:
+    """Return the exception by which vLLM's serving code answers with a status of our choice."""
+    from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+
+    if problem.status == HTTPStatus.BAD_REQUEST:
+        error: Exception = VLLMValidationError(problem.message, parameter=problem.param)
+    else:
+        error = GracefulHTTPError(problem.message, HTTPStatus(problem.status))
+    return error
+
+
+def dead_error() -> BaseException:
+    """Return what vLLM's health check takes for "can't serve"."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    error: BaseException = EngineDeadError()
+    return error
+
+
+def make_client_class(methods: type) -> type:
+    """Return a concrete EngineClient from a class that has the methods that matter.
+
+    What else the version at hand declares abstract (sleep, profiles, weights, caches) belongs to an engine
+    of one's own and is refused.
+    """
+    from vllm.engine.protocol import EngineClient
+
+    def refuse(name: str) -> Callable[..., Awaitable[Any]]:
+        async def refused(*_args: Any, **_kwargs: Any) -> Any:
+            raise NotImplementedError(f"{name} is not served by a gateway")
+
+        return refused
+
+    missing = {name: refuse(name) for name in EngineClient.__abstractmethods__ if not hasattr(methods, name)}
+    return type(methods.__name__, (methods, EngineClient), missing)
+
+
+def wants_deltas(params: Any) -> bool:
+    """Return whether the serving code wants each output to hold only what is new."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return bool(params.output_kind == RequestOutputKind.DELTA)
+
+
+def logprobs_of(position: turn_pb2.PositionLogprobs) -> dict[int, Any]:
+    """Return vLLM's form of one position: a dict by token id, the chosen token first."""
+    from vllm.logprobs import Logprob
+
+    return {
+        candidate.token_id: Logprob(
+            logprob=candidate.logprob,
+            rank=candidate.rank,
+            decoded_token=candidate.decoded_token if candidate.HasField("decoded_token") else None,
+        )
+        for candidate in position.candidates
+    }
+
+
+def completion_output(**values: Any) -> Any:
+    """Return vLLM's CompletionOutput."""
+    from vllm.outputs import CompletionOutput
+
+    return CompletionOutput(**values)
+
+
+def request_output(**values: Any) -> Any:
+    """Return vLLM's RequestOutput. It never carries kv_transfer_params: those would reach the client."""
+    from vllm.outputs import RequestOutput
+
+    return RequestOutput(prompt=None, **values)
+
+
+def prompt_ids(prompt: Any) -> list[int]:
+    """Return the token ids of a rendered prompt. Failure INVALID_FIELD for anything but tokens."""
+    kind = prompt.get("type") if isinstance(prompt, Mapping) else None
+    if kind != "token":
+        raise invalid("prompt", "only text and token ids are served")
+    ids: list[int] = prompt["prompt_token_ids"]
+    return ids
+
+
+def special_tokens(renderer: Any) -> dict[str, int] | None:
+    """Return the tokens at which the renderer's tokenizer cuts every text, or None when it can't be told.
+
+    Tokens that swallow white space around them, or match only whole words, depend on their neighbours; a
+    tokenizer that marks the beginning of a text (SentencePiece) treats its first piece apart.
+    """
+    tokenizer = renderer.tokenizer
+    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+        return None
+    added = tokenizer.added_tokens_decoder
+    if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
+        return None
+    return {token.content: number for number, token in added.items() if not token.normalized} or None
+
+
+def plain_encoder(renderer: Any) -> Callable[[list[str]], list[list[int]]]:
+    """Return a function from texts to ids without special tokens added; blocking."""
+    tokenizer = renderer.tokenizer
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+    return encode
+
+
+def hook_tokenizer(
+    renderer: Any, render: Callable[[str, Callable[[], Awaitable[list[int]]]], Awaitable[list[int]]]
+) -> None:
+    """Let `render` turn chat texts into ids; it gets the text and the full tokenization to fall back on.
+
+    Texts that need more than ids (offsets, truncation, special tokens added) go the renderer's own way.
+    """
+    full = renderer._tokenize_prompt_async
+
+    async def tokenize(prompt: Any, params: Any) -> Any:
+        options = params.get_encode_kwargs()
+        if (
+            params.add_special_tokens
+            or params.truncate_prompt_tokens is not None
+            or renderer._wants_offsets(prompt, params)
+        ):
+            return await full(prompt, params)
+
+        async def whole() -> list[int]:
+            ids: list[int] = (await full(prompt, params))["prompt_token_ids"]
+            return ids
+
+        ids = await render(prompt["prompt"], whole)
+        limit = options.get("max_length")
+        # Too long either way: the renderer's own path says so in its own words.
+        if limit is not None and len(ids) > limit:
+            return await full(prompt, params)
+        return renderer._build_tokens_prompt(ids, prompt)
+
+    renderer._tokenize_prompt_async = tokenize
+
+
+def executor_of(renderer: Any) -> Any:
+    """Return the pool on which the renderer's blocking work runs."""
+    return renderer._executor
+
+
+def decode_exactly(renderer: Any, ids: Sequence[int]) -> str:
+    """Return the text of generated ids with nothing left out."""
+    text: str = renderer.tokenizer.decode(
+        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+Outputs = AsyncIterator[Any]

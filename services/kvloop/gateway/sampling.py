@@ -1,0 +1,50 @@
+"""What of vLLM's SamplingParams travels to the router.
+
+Every scalar is sent, also when it equals vLLM's default: the serving code has already applied the model's
+own defaults, and a worker must not apply others. What the gateway does itself (n, output kinds) stays here.
+"""
+
+import json
+from typing import Any
+
+from kvloop.engine.vllm.sampling import from_vllm
+from kvloop.runtime.errors import Failure, Reason, invalid
+from kvloop.v1alpha1 import sampling_pb2
+
+# Parameters that mean an engine of one's own, or that the router's API has no field for.
+_UNSERVED = ("trace_decode_token_ids", "routed_experts_prompt_start")
+_TRANSFER = ("kv_transfer_params", "ec_transfer_params")
+
+
+def to_proto(params: Any, *, room: int) -> sampling_pb2.SamplingParams:
+    """Return the proto of a vllm.SamplingParams.
+
+    room: tokens that the context leaves for the answer. A max_tokens of just that is left open, so that the
+    worker, who knows its own context, fills it in.
+
+    Failure INVALID_FIELD or TRANSFER_PARAMS_REFUSED.
+    """
+    extra = dict(params.extra_args or {})
+    if any(extra.get(name) is not None for name in _TRANSFER):
+        raise Failure(
+            Reason.ERROR_REASON_TRANSFER_PARAMS_REFUSED,
+            "transfer parameters come from workers, never from clients",
+            field="kv_transfer_params",
+        )
+    for name in _UNSERVED:
+        if getattr(params, name, None):
+            raise invalid(name, "is not served")
+    try:
+        proto = from_vllm(params)
+        # The session is the turn's conversation by now.
+        left = {name: value for name, value in extra.items() if name != "session_id" and value is not None}
+        text = json.dumps(left, allow_nan=False) if left else ""
+    except (TypeError, ValueError, OverflowError):
+        raise invalid("sampling", "has a value that is out of range") from None
+    proto.ClearField("n")
+    proto.ClearField("extra_args_json")
+    if text:
+        proto.extra_args_json = text
+    if params.max_tokens == room:
+        proto.ClearField("max_tokens")
+    return proto
