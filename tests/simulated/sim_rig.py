@@ -116,7 +116,7 @@ class Rig:
         await engine.stop()
         return said.ids
 
-    async def run(self, awaitable: Awaitable[T], quiet: int = 2000) -> T:
+    async def run(self, awaitable: Awaitable[T], quiet: int = 50) -> T:
         """Wait; time passes as needed."""
         return await self.clock.run(awaitable, quiet=quiet)
 

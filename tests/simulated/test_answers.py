@@ -109,7 +109,9 @@ async def test_seeds_name_answers_and_nothing_names_the_others(rig: Rig) -> None
     seeded = (await say(engine, PROMPT, sampling=warm(seed=1))).ids
     assert (await say(engine, PROMPT, sampling=warm(seed=1))).ids == seeded
     assert (await say(engine, PROMPT, sampling=warm(seed=2))).ids != seeded
-    assert (await say(engine, PROMPT, sampling=warm())).ids != (await say(engine, PROMPT, sampling=warm())).ids
+    assert (await say(engine, PROMPT, sampling=warm())).ids != (
+        await say(engine, PROMPT, sampling=warm())
+    ).ids
 
 
 async def test_allowed_tokens_and_logprobs(rig: Rig) -> None:
