@@ -33,9 +33,13 @@ class SettingOption:
     """Annotated type for typer."""
     structured: bool
     """Whether the text is YAML (mappings)."""
+    repeatable: bool = False
+    """Whether it may be given several times, or as one text with commas."""
 
     def parse(self, value: Any) -> Any:
         """Return the value as the settings take it. Raises ConfigError."""
+        if self.repeatable and isinstance(value, list | tuple):
+            return [part.strip() for text in value for part in str(text).split(",") if part.strip()]
         if not self.structured or not isinstance(value, str):
             return value
         try:
@@ -51,8 +55,7 @@ def options_of(model: type[BaseModel]) -> list[SettingOption]:
     for path, field in _leaves(model, ()):
         name = path[-1] if path[-1] not in taken else "_".join(path)
         taken.add(name)
-        annotation, structured = _annotation(name, field)
-        options.append(SettingOption(name, path, annotation, structured))
+        options.append(_option(name, path, field))
     return options
 
 
@@ -119,32 +122,31 @@ def _plain_type(annotation: Any) -> Any:
     return annotation
 
 
-def _annotation(name: str, field: FieldInfo) -> tuple[Any, bool]:
+def _option(name: str, path: tuple[str, ...], field: FieldInfo) -> SettingOption:
     kind = _plain_type(field.annotation)
     origin = get_origin(kind) or kind
     flag = "--" + name.replace("_", "-")
     text = " ".join((field.description or "").split())
-    shown = _shown_default(field)
-    keywords: dict[str, Any] = {
-        "help": text + (f" [default: {shown}]" if shown else ""),
-        "show_default": False,
-    }
+    if shown := _shown_default(field):
+        text += f" [default: {shown}]"
+    shape: dict[str, Any] = {"help": text, "show_default": False}
     if kind is bool:
-        return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", **keywords)], False
+        switch = typer.Option(f"{flag}/--no-{flag[2:]}", **shape)
+        return SettingOption(name, path, Annotated[bool | None, switch], structured=False)
+    shape["metavar"] = _metavar(kind, origin)
     if origin in (list, tuple, set, frozenset):
-        return Annotated[list[str] | None, typer.Option(flag, metavar="TEXT", **keywords)], False
-    metavar, structured = "TEXT", False
+        several = Annotated[list[str] | None, typer.Option(flag, **shape)]
+        return SettingOption(name, path, several, structured=False, repeatable=True)
+    single = Annotated[str | None, typer.Option(flag, **shape)]
+    return SettingOption(name, path, single, structured=origin in (dict, Mapping))
+
+
+def _metavar(kind: Any, origin: Any) -> str:
     if origin is Literal:
-        metavar = "|".join(str(choice) for choice in get_args(kind))
-    elif origin in (dict, Mapping):
-        metavar, structured = "YAML", True
-    elif kind is int:
-        metavar = "INTEGER"
-    elif kind is float:
-        metavar = "NUMBER"
-    elif kind is Path:
-        metavar = "PATH"
-    return Annotated[str | None, typer.Option(flag, metavar=metavar, **keywords)], structured
+        return "|".join(str(choice) for choice in get_args(kind))
+    if origin in (dict, Mapping):
+        return "YAML"
+    return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(kind, "TEXT")
 
 
 def _shown_default(field: FieldInfo) -> str:

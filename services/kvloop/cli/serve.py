@@ -112,6 +112,7 @@ def serve(name: str, settings: Any, ready_file: Path | None, log_level: str) -> 
         logs.configure(log_level)
     except KeyError:
         raise ConfigError(f"log_level: no level {log_level!r}; use debug, info, warning or error") from None
+
     async def run() -> None:
         # Made inside the loop: a gRPC server belongs to the loop it was made in.
         try:

@@ -3,6 +3,7 @@
 from types import TracebackType
 from typing import Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -57,12 +58,12 @@ class Display:
 
 def table_of(record: DemoRecord) -> Table:
     """Return the comparison, turn by turn."""
-    table = Table(title="Time to first token, without and with reuse")
+    table = Table(title="Time to first token, off: without reuse, on: with reuse", box=SIMPLE_HEAD)
     for heading in ("turn", "prompt\ntokens"):
         table.add_column(heading, justify="right")
-    table.add_column("verdict")
-    for heading in ("P local", "read\nback", "com-\nputed", "off\nms", "on\nms", "off/on", "D->P"):
-        table.add_column(heading, justify="right")
+    table.add_column("verdict", no_wrap=True)
+    for heading in ("P's\ncache", "read\nback", "com-\nputed", "off\nms", "on\nms", "off\n/ on", "D->P"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for on, off in zip(record.on, record.off, strict=True):
         tokens = on.tokens
         table.add_row(
