@@ -289,6 +289,8 @@ async def open_pair(
         await d_app.start()
         await p_app.start()
         channels = [open_channel(d_app.endpoint), open_channel(p_app.endpoint)]
+        for channel in channels:
+            await channel.channel_ready()
         yield Pair(
             decode_engine=d_engine,
             prefill_engine=p_engine,
