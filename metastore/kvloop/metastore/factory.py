@@ -9,11 +9,10 @@ from weakref import WeakValueDictionary
 
 from redis.asyncio import ConnectionPool, Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.connection import Connection
+from redis.asyncio.connection import Connection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 
 from kvloop.metastore import guard, keys, link, urls
 from kvloop.metastore.estimates import SharedEstimates
@@ -33,8 +32,8 @@ class StoreOptions:
     """Limit of one operation, waiting for a connection included."""
     connect_s: float = guard.CONNECT_S
     """Limit of a check, and of one attempt to reach the store again."""
-    max_connections: int = guard.MAX_CONCURRENT
-    """Connections, and operations at a time; per node on a cluster."""
+    max_concurrent: int = guard.MAX_CONCURRENT
+    """Operations on the way at a time; all go over one connection per node."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     """How the pauses between attempts to reach the store again pass."""
     rng: random.Random | None = None
@@ -112,7 +111,7 @@ def open_link(target: urls.StoreUrl, options: StoreOptions) -> guard.GuardedLink
         builders[target.kind](target, options),
         deadline_s=options.deadline_s,
         connect_s=options.connect_s,
-        max_concurrent=options.max_connections,
+        max_concurrent=options.max_concurrent,
         sleep=options.sleep,
         rng=options.rng,
     )
@@ -131,6 +130,7 @@ def _settings(target: urls.StoreUrl, options: StoreOptions) -> dict[str, Any]:
         "password": target.password,
         "socket_timeout": None,
         "socket_connect_timeout": options.connect_s,
+        "retry": Retry(NoBackoff(), 0),
     }
 
 
@@ -140,21 +140,15 @@ def _transport(target: urls.StoreUrl, plain: type[Connection], secured: type[Con
     return {"connection_class": secured, "tls_context": urls.tls_context(target)}
 
 
-def _retry() -> Retry:
-    # Once, at once: a connection that broke while idle is told apart from a server that is gone.
-    return Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
-
-
 def _single(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
     settings = _settings(target, options)
     if target.kind == "unix":
-        settings.update(connection_class=link.SocketConnection, path=target.path)
+        settings.update(connection_class=UnixDomainSocketConnection, path=target.path)
     else:
         host, port = target.hosts[0]
         settings.update(host=host, port=port, socket_keepalive=True)
-        settings.update(_transport(target, link.PlainConnection, link.TlsConnection))
-    pool = ConnectionPool(max_connections=options.max_connections, retry=_retry(), db=target.db, **settings)
-    return link.SingleLink(Redis.from_pool(pool))
+        settings.update(_transport(target, Connection, link.TlsConnection))
+    return link.SingleLink(ConnectionPool(db=target.db, **settings), options.connect_s)
 
 
 def _sentinel(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
@@ -165,9 +159,8 @@ def _sentinel(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
         "password": target.options.get("sentinel_password"),
         "socket_timeout": share,
         "socket_connect_timeout": share,
-        "retry": Retry(NoBackoff(), 0),
     }
-    own |= _transport(target, link.PlainConnection, link.TlsConnection)
+    own |= _transport(target, Connection, link.TlsConnection)
     sentinel = Sentinel([])  # type: ignore[no-untyped-call]
     sentinel.sentinels = [
         Redis.from_pool(ConnectionPool(host=host, port=port, **own)) for host, port in target.hosts
@@ -175,30 +168,26 @@ def _sentinel(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
     pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
         target.path,
         sentinel,
-        max_connections=options.max_connections,
-        retry=_retry(),
         db=target.db,
         socket_keepalive=True,
         **_settings(target, options),
-        **_transport(target, link.SentinelConnection, link.SentinelTlsConnection),
+        **_transport(target, SentinelManagedConnection, link.SentinelTlsConnection),
     )
-    return link.SingleLink(Redis.from_pool(pool), sentinel)
+    return link.SingleLink(pool, options.connect_s, sentinel)
 
 
 def _cluster(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
     client = RedisCluster(
         startup_nodes=[ClusterNode(host, port) for host, port in target.hosts],
-        max_connections=options.max_connections,
         # Part of the slots is worth having.
         require_full_coverage=False,
-        retry=_retry(),
         **_settings(target, options),
     )
-    transport = _transport(target, link.PlainConnection, link.TlsConnection)
+    transport = _transport(target, Connection, link.TlsConnection)
     client.connection_kwargs.update(transport)
     for node in client.startup_nodes:
         node.connection_class = transport["connection_class"]
         node.connection_kwargs.update(
             {key: value for key, value in transport.items() if key == "tls_context"}
         )
-    return link.ClusterLink(client)
+    return link.ClusterLink(client, options.connect_s)

@@ -1,7 +1,6 @@
 """Is this store fit for leases? A pure function of what INFO says."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kvloop.metastore.port import Finding, FitnessReport, Level
 
@@ -9,7 +8,7 @@ MIN_VERSION = (6, 0)
 FULL = 0.9
 
 
-def report(nodes: Sequence[Mapping[str, Any]]) -> FitnessReport:
+def report(nodes: Sequence[Mapping[str, str]]) -> FitnessReport:
     """Return the report of a store from the INFO of each of its primaries."""
     findings: dict[str, Finding] = {}
 
@@ -55,7 +54,7 @@ def report(nodes: Sequence[Mapping[str, Any]]) -> FitnessReport:
     )
 
 
-def _product(info: Mapping[str, Any]) -> tuple[str, str]:
+def _product(info: Mapping[str, str]) -> tuple[str, str]:
     if "valkey_version" in info:
         return "valkey", str(info["valkey_version"])
     return "redis", str(info.get("redis_version", "0"))

@@ -17,7 +17,7 @@ from kvloop.metastore.scripts import Script
 
 DEADLINE_S = 0.025
 CONNECT_S = 1.0
-MAX_CONCURRENT = 64
+MAX_CONCURRENT = 1024
 
 
 class GuardedLink:
@@ -96,13 +96,13 @@ class GuardedLink:
 
     async def _probe(self, route: str) -> None:
         async with asyncio.timeout(self._connect_s):
-            present = await self._inner.probe(route)
+            present = await self._inner.probe(route, anew=True)
         if present:
             # Connected; now as fast as operations need it.
             async with asyncio.timeout(self._deadline_s):
-                await self._inner.probe(route)
+                await self._inner.probe(route, anew=False)
 
-    async def facts(self) -> list[dict[str, Any]]:
+    async def facts(self) -> list[dict[str, str]]:
         """Return INFO of every primary within the time of a connection; raises DirectoryUnavailable."""
         if self._closed:
             raise self._unavailable(Outage.CLOSED)

@@ -1,7 +1,7 @@
 """A connection to any kind of Redis or Valkey: what scripts run on, and nothing of leases.
 
 Links raise redis-py's errors; guard.py turns them into DirectoryUnavailable and bounds the time. Nothing is
-retried here but a connection that broke while idle: every script is safe to run twice.
+retried here but what a cluster redirects.
 """
 
 import asyncio
@@ -9,17 +9,16 @@ import ssl
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.connection import (
-    AbstractConnection,
-    Connection,
-    SSLConnection,
-    UnixDomainSocketConnection,
-)
+from redis.asyncio import ConnectionPool, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection
 from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection
-from redis.exceptions import NoScriptError, ReadOnlyError
+from redis.exceptions import AskError, ClusterError, MovedError, NoScriptError
 
+from kvloop.metastore.mux import Mux
 from kvloop.metastore.scripts import Script
+
+MAX_REDIRECTS = 4
 
 
 class Link(Protocol):
@@ -39,45 +38,20 @@ class Link(Protocol):
         """Return the name of the node that owns the key, as far as known; one name when there is one."""
         ...
 
-    async def probe(self, route: str) -> bool:
-        """Return True when the node answers, False when the store no longer has it."""
+    async def probe(self, route: str, *, anew: bool) -> bool:
+        """Return True when the node answers, False when the store no longer has it.
+
+        anew: over a connection of its own making.
+        """
         ...
 
-    async def facts(self) -> list[dict[str, Any]]:
+    async def facts(self) -> list[dict[str, str]]:
         """Return INFO of every primary."""
         ...
 
     async def close(self) -> None:
         """Close all connections."""
         ...
-
-
-class _Unhurried(AbstractConnection):
-    """Finishes connecting though the operation that began it ran out of time.
-
-    Operations have milliseconds, a handshake over TLS may take longer: were it cancelled with the operation,
-    a pool could never grow.
-    """
-
-    _connecting: "asyncio.Task[None] | None" = None
-
-    async def connect_check_health(
-        self, check_health: bool = True, retry_socket_connect: bool = True
-    ) -> None:
-        if self.is_connected and self._connecting is None:
-            return
-        if self._connecting is None:
-            self._connecting = asyncio.ensure_future(
-                super().connect_check_health(check_health, retry_socket_connect)
-            )
-            self._connecting.add_done_callback(self._connected)
-        await asyncio.shield(self._connecting)
-
-    def _connected(self, task: "asyncio.Task[None]") -> None:
-        self._connecting = None
-        if not task.cancelled():
-            # Retrieved here, since nobody may be left to do so.
-            task.exception()
 
 
 class _Secured(SSLConnection):
@@ -88,23 +62,11 @@ class _Secured(SSLConnection):
         self.ssl_context.context = tls_context
 
 
-class PlainConnection(_Unhurried, Connection):
-    """TCP."""
-
-
-class TlsConnection(_Unhurried, _Secured):
+class TlsConnection(_Secured):
     """TLS over TCP."""
 
 
-class SocketConnection(_Unhurried, UnixDomainSocketConnection):
-    """Unix socket."""
-
-
-class SentinelConnection(_Unhurried, SentinelManagedConnection):
-    """TCP to whichever server Sentinel names."""
-
-
-class SentinelTlsConnection(_Unhurried, SentinelManagedConnection, _Secured):
+class SentinelTlsConnection(SentinelManagedConnection, _Secured):
     """TLS to whichever server Sentinel names."""
 
 
@@ -113,111 +75,140 @@ class SingleLink:
 
     clustered = False
 
-    def __init__(self, client: "Redis", sentinel: Sentinel | None = None) -> None:
-        self._client = client
+    def __init__(self, pool: ConnectionPool, connect_s: float, sentinel: Sentinel | None = None) -> None:
+        """Take a pool, of which only the settings are used, and the sentinels to close with it."""
+        self._pool = pool
+        self._mux = Mux(pool.make_connection, connect_s)
         self._sentinel = sentinel
 
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | int) -> Any:
         """Run a script; EVAL when the server doesn't know it, which also makes it known."""
         try:
-            return await self._execute("EVALSHA", script.sha, len(keys), *keys, *args)
+            return await self._mux.execute("EVALSHA", script.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return await self._execute("EVAL", script.source, len(keys), *keys, *args)
+            return await self._mux.execute("EVAL", script.source, len(keys), *keys, *args)
 
     async def command(self, name: str, key: bytes, *args: bytes | int | str) -> Any:
         """Run a command."""
-        return await self._execute(name, key, *args)
-
-    async def _execute(self, *args: bytes | int | str) -> Any:
-        try:
-            return await self._client.execute_command(*args)  # type: ignore[no-untyped-call]
-        except ReadOnlyError:
-            # The server was demoted: behind a name or a balancer, a new connection finds the new primary.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-            raise
+        return await self._mux.execute(name, key, *args)
 
     def route(self, key: bytes) -> str:
         """Return the one name."""
         return ""
 
-    async def probe(self, route: str) -> bool:
+    async def probe(self, route: str, *, anew: bool) -> bool:
         """Ping."""
-        await self._client.execute_command("PING")  # type: ignore[no-untyped-call]
+        if anew:
+            await self._mux.reset()
+        await self._mux.execute("PING")
         return True
 
-    async def facts(self) -> list[dict[str, Any]]:
+    async def facts(self) -> list[dict[str, str]]:
         """Return INFO of the primary."""
-        return [dict(await self._client.info())]
+        return [_info(await self._mux.execute("INFO"))]
 
     async def close(self) -> None:
-        """Close the pool, and the connections to sentinels."""
-        await self._client.aclose(close_connection_pool=True)
+        """Close the connection, and those to sentinels."""
+        await self._mux.close()
         if self._sentinel is not None:
             await self._sentinel.aclose()
 
 
 class ClusterLink:
-    """Several primaries, each owning some of the slots."""
+    """Several primaries, each owning some of the slots. redis-py reads who owns which."""
 
     clustered = True
 
-    def __init__(self, client: "RedisCluster") -> None:
+    def __init__(self, client: RedisCluster, connect_s: float) -> None:
+        """Take a cluster client, of which only the map of slots is used."""
+        self._slots = client.nodes_manager
         self._client = client
-        self._opening: asyncio.Task[RedisCluster] | None = None
-
-    async def _open(self) -> None:
-        # redis-py drops connections in use when operations meet while it reads the slots for the first time.
-        # The reading goes on though the first operation runs out of time.
-        if self._opening is None or (self._opening.done() and _failed(self._opening)):
-            self._opening = asyncio.ensure_future(self._client.initialize())
-            self._opening.add_done_callback(_failed)
-        if not self._opening.done():
-            await asyncio.shield(self._opening)
-
-    async def _execute(self, *args: bytes | int | str) -> Any:
-        await self._open()
-        return await self._client.execute_command(*args)
+        self._connect_s = connect_s
+        self._muxes: dict[str, Mux] = {}
+        self._mapping: asyncio.Task[None] | None = None
 
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | int) -> Any:
         """Run a script; EVAL when that node doesn't know it, which also makes it known there."""
         try:
-            return await self._execute("EVALSHA", script.sha, len(keys), *keys, *args)
+            return await self._execute(keys[0], "EVALSHA", script.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return await self._execute("EVAL", script.source, len(keys), *keys, *args)
+            return await self._execute(keys[0], "EVAL", script.source, len(keys), *keys, *args)
 
     async def command(self, name: str, key: bytes, *args: bytes | int | str) -> Any:
         """Run a command."""
-        return await self._execute(name, key, *args)
+        return await self._execute(key, name, key, *args)
+
+    async def _execute(self, key: bytes, *command: bytes | int | str) -> Any:
+        if not self._slots.slots_cache:
+            await self._map()
+        node = self._slots.get_node_from_slot(self._client.keyslot(key))
+        asking = False
+        for _ in range(MAX_REDIRECTS):
+            try:
+                return await self._mux(node).execute(*command, asking=asking)
+            except MovedError as error:
+                await self._slots.move_slot(error)
+                node = self._slots.get_node_from_slot(error.slot_id)
+                asking = False
+            except AskError as error:
+                moving_to = self._slots.get_node(error.host, error.port)
+                if moving_to is None:
+                    raise
+                node, asking = moving_to, True
+        raise ClusterError("too many redirections")
+
+    def _mux(self, node: ClusterNode) -> Mux:
+        mux = self._muxes.get(node.name)
+        if mux is None:
+            mux = self._muxes[node.name] = Mux(
+                lambda: node.connection_class(**node.connection_kwargs), self._connect_s
+            )
+        return mux
+
+    async def _map(self) -> None:
+        """Read the map of slots, one reading at a time, which nobody's deadline ends."""
+        if self._mapping is None or self._mapping.done():
+            self._mapping = asyncio.create_task(self._slots.initialize(), name="store-slots")
+            self._mapping.add_done_callback(_retrieve)
+        await asyncio.shield(self._mapping)
 
     def route(self, key: bytes) -> str:
         """Return the name of the slot's primary; "" before the slots are known."""
-        nodes = self._client.nodes_manager.slots_cache.get(self._client.keyslot(key))
+        nodes = self._slots.slots_cache.get(self._client.keyslot(key))
         return nodes[0].name if nodes else ""
 
-    async def probe(self, route: str) -> bool:
-        """Read the slots anew, then ping the node, or all of them for ""."""
-        await self._open()
-        await self._client.nodes_manager.initialize()
+    async def probe(self, route: str, *, anew: bool) -> bool:
+        """Ping the node, or all of them for ""; anew: after reading the map of slots again."""
+        if anew:
+            await self._map()
         nodes = [node for node in self._client.get_primaries() if route in {"", node.name}]
-        await asyncio.gather(*(node.execute_command("PING") for node in nodes))
+        if anew:
+            await asyncio.gather(*(self._mux(node).reset() for node in nodes))
+        await asyncio.gather(*(self._mux(node).execute("PING") for node in nodes))
         return bool(nodes)
 
-    async def facts(self) -> list[dict[str, Any]]:
+    async def facts(self) -> list[dict[str, str]]:
         """Return INFO of every primary."""
-        await self._open()
-        nodes = self._client.get_primaries()
-        return [dict(await node.execute_command("INFO")) for node in nodes]
+        await self._map()
+        return [_info(await self._mux(node).execute("INFO")) for node in self._client.get_primaries()]
 
     async def close(self) -> None:
         """Close every node's connections."""
-        if self._opening is not None and not self._opening.done():
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
-        await self._client.aclose()
-        # aclose() leaves them open when the slots were to be read again.
-        await self._client.nodes_manager.aclose()
-        await self._client.nodes_manager.aclose("startup_nodes")
+        if self._mapping is not None:
+            self._mapping.cancel()
+            await asyncio.gather(self._mapping, return_exceptions=True)
+        for mux in self._muxes.values():
+            await mux.close()
+        await self._slots.aclose()
+        await self._slots.aclose("startup_nodes")
 
 
-def _failed(task: "asyncio.Task[Any]") -> bool:
-    return task.cancelled() or task.exception() is not None
+def _info(answer: bytes) -> dict[str, str]:
+    lines = (line.partition(":") for line in answer.decode(errors="replace").splitlines())
+    return {name: value for name, separator, value in lines if separator}
+
+
+def _retrieve(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled():
+        # Retrieved here, since nobody may be left to do so.
+        task.exception()
