@@ -96,7 +96,8 @@ class Keeper:
             return await self._publish(lease)
         except DirectoryUnavailable as error:
             _log.info("publish_deferred", lease_id=lease.lease_id, outage=str(error))
-            self._spawn(self._publish_later(lease))
+            give_up = min(now + self._policy.publish_bound_s, lease.deadline)
+            self._spawn(self._publish_later(lease, give_up))
             return Kept(lease)
         except BaseException:
             # Whatever happened, an unpublished hold must not outlive the turn unseen.
@@ -152,9 +153,10 @@ class Keeper:
         if not known:
             return
         held = {hold.lease_id for hold in await self._engine.holds()}
+        now = self._clock.monotonic()
         for lease in known:
             if lease.lease_id not in held:
-                await self._ended(lease, Ended.EXPIRED)
+                await self._ended(lease, Ended.EXPIRED if lease.deadline <= now else Ended.EVICTED)
 
     async def lost(self, lease: Lease) -> None:
         """Take note that the engine did not find a lease's hold."""
@@ -207,9 +209,8 @@ class Keeper:
             return None
         return displaced
 
-    async def _publish_later(self, lease: Lease) -> None:
+    async def _publish_later(self, lease: Lease, give_up: float) -> None:
         pause = self._policy.publish_retry_s
-        give_up = min(self._clock.monotonic() + self._policy.publish_bound_s, lease.deadline)
         while lease.is_live():
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             try:

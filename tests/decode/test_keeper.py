@@ -1,0 +1,327 @@
+"""The keeper alone: order of publication, races with eviction, and what holds whatever happens."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keeper_kit import FACTS, Bench, scope
+
+from kvloop.decode.lease import Ended, Lease, LeaseTable, State
+from kvloop.runtime.digests import prefix_digests
+from kvloop.runtime.errors import Failure
+from kvloop.runtime.tokens import pack
+from kvloop.v1alpha1 import decode_service_pb2, turn_pb2
+
+TOKENS = pack(range(1, 10))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - a table without waiters
+            await asyncio.sleep(0)
+
+
+def begin(lease_id: str, lengths: tuple[int, ...] = (4, 8)) -> decode_service_pb2.BeginReadRequest:
+    return decode_service_pb2.BeginReadRequest(
+        lease_id=lease_id,
+        epoch=FACTS.epoch,
+        compatibility=FACTS.compatibility,
+        scope=scope(),
+        prefix_lengths=lengths,
+        prefix_digests=b"".join(prefix_digests(b"k" * 32, TOKENS, lengths)),
+    )
+
+
+async def test_entry_ends_before_its_lease() -> None:
+    bench = Bench()
+    await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0))
+    found = await bench.directory.lookup(scope().scope)
+    assert found.remaining_s == pytest.approx(55.0)
+    bench.clock.now += 55.5
+    assert await bench.standing(scope()) is None
+    # Whoever found it in time can still read.
+    assert (await bench.reading.begin(begin("a"))).num_tokens == 8
+    bench.clock.now += 4.4
+    with pytest.raises(Failure, match="time is over"):
+        await bench.reading.begin(begin("a"))
+
+
+async def test_short_leases_keep_half_of_their_time() -> None:
+    bench = Bench()
+    await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 4.0))
+    assert (await bench.directory.lookup(scope().scope)).remaining_s == pytest.approx(2.0)
+
+
+async def test_tokens_nobody_was_told_are_not_offered() -> None:
+    bench = Bench()
+    kept = await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 12, 60.0))
+    assert kept.lease is not None
+    assert kept.lease.num_tokens == 9
+    assert kept.lease.tokens == TOKENS
+
+
+async def test_a_lease_evicted_while_it_is_published_leaves_no_entry() -> None:
+    bench = Bench()
+    bench.directory.after = asyncio.Event()
+    watching = asyncio.create_task(bench.keeper.watch())
+    keeping = asyncio.create_task(bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0)))
+    await bench.directory.publishing.wait()
+    bench.engine.end("a", "evicted")
+    await until(lambda: not bench.keeper.table.live(scope().scope))
+    bench.directory.after.set()
+    assert (await keeping).lease is None
+    assert await bench.standing(scope()) is None
+    watching.cancel()
+
+
+async def test_g5_a_late_eviction_leaves_the_newer_entry() -> None:
+    bench = Bench()
+    await bench.keeper.keep(scope(start=1), TOKENS, bench.engine.hold("a", 8, 60.0))
+    watching = asyncio.create_task(bench.keeper.watch())
+    bench.directory.before = asyncio.Event()
+    bench.directory.publishing.clear()
+    keeping = asyncio.create_task(bench.keeper.keep(scope(start=2), TOKENS, bench.engine.hold("b", 8, 60.0)))
+    await bench.directory.publishing.wait()
+    bench.engine.end("a", "evicted")
+    await until(lambda: len(bench.keeper.table) == 1)
+    bench.directory.before.set()
+    assert (await keeping).lease is not None
+    await bench.keeper.settled()
+    assert await bench.standing(scope()) == "b"
+    watching.cancel()
+
+
+async def test_an_earlier_turn_that_ends_later_loses_even_after_the_directory_forgot() -> None:
+    bench = Bench()
+    await bench.keeper.keep(scope(start=2), TOKENS, bench.engine.hold("later", 8, 60.0))
+    await bench.directory.remove(scope().scope, "later")
+    kept = await bench.keeper.keep(scope(start=1), TOKENS, bench.engine.hold("earlier", 8, 60.0))
+    assert kept.lease is None
+    assert set(bench.engine.held) == {"later"}
+
+
+async def test_publication_is_tried_again_until_it_succeeds() -> None:
+    bench = Bench()
+    bench.directory.down = True
+    kept = await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0))
+    assert kept.lease is not None
+    bench.directory.publishing.clear()
+    await bench.directory.publishing.wait()
+    bench.directory.down = False
+    await bench.keeper.settled()
+    assert await bench.standing(scope()) == "a"
+
+
+async def test_publication_is_given_up_in_time() -> None:
+    bench = Bench(publish_bound_s=30.0)
+    bench.directory.down = True
+    await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0))
+    bench.clock.now += 31
+    await bench.keeper.settled()
+    assert bench.engine.held == {}
+    assert len(bench.keeper.table) == 0
+
+
+async def test_a_release_ends_the_attempts_to_publish() -> None:
+    bench = Bench()
+    bench.directory.down = True
+    await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0))
+    assert await bench.keeper.release("a")
+    bench.directory.down = False
+    await bench.keeper.settled()
+    assert await bench.standing(scope()) is None
+    assert bench.engine.held == {}
+
+
+async def test_a_keep_that_is_cancelled_holds_nothing() -> None:
+    bench = Bench()
+    bench.directory.before = asyncio.Event()
+    keeping = asyncio.create_task(bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0)))
+    await bench.directory.publishing.wait()
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    assert bench.engine.held == {}
+
+
+async def test_missed_events_are_made_up_for() -> None:
+    bench = Bench()
+    await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0))
+    del bench.engine.held["a"]
+    await bench.keeper.reconcile()
+    assert await bench.standing(scope()) is None
+    assert len(bench.keeper.table) == 0
+
+
+async def test_revoking_leaves_nothing() -> None:
+    bench = Bench()
+    for name in "abc":
+        await bench.keeper.keep(scope(name), TOKENS, bench.engine.hold(name, 8, 60.0))
+    await bench.keeper.revoke_all()
+    assert bench.engine.held == {}
+    assert [await bench.standing(scope(name)) for name in "abc"] == [None] * 3
+
+
+async def test_ttl_as_asked_up_to_the_cap() -> None:
+    bench = Bench(ttl_s=480.0, max_ttl_s=600.0)
+    retention = turn_pb2.Retention()
+    assert bench.keeper.ttl_s(retention) == 480.0
+    for asked, given_ in ((599, 599.0), (600, 600.0), (601, 600.0)):
+        retention.ttl.FromSeconds(asked)
+        assert bench.keeper.ttl_s(retention) == given_
+
+
+def lease(lease_id: str, start: int = 1) -> Lease:
+    return Lease(
+        lease_id=lease_id,
+        scope=b"s",
+        digest_key=b"k",
+        conversation_id="c",
+        tenant="t",
+        turn_start_us=start,
+        tokens=TOKENS,
+        num_tokens=9,
+        num_blocks=3,
+        deadline=60.0,
+        publish_wall=0.0,
+    )
+
+
+def test_doomed_leases_are_left_with_the_last_pin() -> None:
+    table = LeaseTable()
+    one = lease("a")
+    table.add(one)
+    table.pin(one, "r1", until=30.0)
+    table.pin(one, "r2", until=10.0)
+    assert table.end(one, Ended.RELEASED, now=0.0)
+    assert not table.end(one, Ended.EXPIRED, now=0.0)
+    assert (one.state, one.ended, one.tokens) == (State.DOOMED, Ended.RELEASED, b"")
+    assert table.newest(b"s") is None
+    table.sweep(now=10.0)
+    assert table.unpin("r2", now=10.0) is None
+    assert one.state is State.DOOMED
+    assert table.unpin("r1", now=11.0) is one
+    assert one.state is State.SOFT
+    assert len(table) == 0
+    assert table.get("a") is one
+
+
+def test_few_ended_leases_are_remembered() -> None:
+    table = LeaseTable(remembered=2)
+    for name in "abc":
+        one = lease(name)
+        table.add(one)
+        table.end(one, Ended.RELEASED, now=0.0)
+    assert [table.get(name) is not None for name in "abc"] == [False, True, True]
+
+
+def test_of_two_leases_with_one_start_the_later_added_is_newest() -> None:
+    table = LeaseTable()
+    for name, start in (("a", 2), ("b", 2), ("c", 1)):
+        table.add(lease(name, start))
+    newest = table.newest(b"s")
+    assert newest is not None
+    assert newest.lease_id == "b"
+
+
+KINDS = ("keep", "keep", "keep", "evict", "release", "close", "read", "end", "down", "up", "pass", "settle")
+ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 19), st.integers(1, 5)), max_size=40)
+
+
+class Play:
+    """Actions on a keeper that overlap as they like."""
+
+    def __init__(self) -> None:
+        self.bench = Bench()
+        self.tasks: list[asyncio.Task[object]] = []
+        self.made: list[str] = []
+        self.reads: list[tuple[str, str]] = []
+        self.was_down = False
+
+    def start(self, work: Coroutine[object, object, object]) -> None:
+        self.tasks.append(asyncio.create_task(work))
+
+    def keep(self, pick: int, start: int) -> None:
+        lease_id = f"l{len(self.made)}"
+        self.made.append(lease_id)
+        hold = self.bench.engine.hold(lease_id, 8, 1e6)
+        self.start(self.bench.keeper.keep(scope("xy"[pick % 2], start), TOKENS, hold))
+
+    def evict(self, pick: int, _: int) -> None:
+        if self.made:
+            self.bench.engine.end(self.made[pick % len(self.made)], "evicted")
+
+    def release(self, pick: int, _: int) -> None:
+        if self.made:
+            self.start(self.bench.keeper.release(self.made[pick % len(self.made)]))
+
+    def close(self, pick: int, _: int) -> None:
+        self.start(self.bench.keeper.release_scope(scope("xy"[pick % 2]).scope))
+
+    def read(self, pick: int, _: int) -> None:
+        if self.made:
+            self.start(self._read(self.made[pick % len(self.made)]))
+
+    async def _read(self, lease_id: str) -> None:
+        try:
+            grant = await self.bench.reading.begin(begin(lease_id))
+        except Failure:
+            return
+        self.reads.append((lease_id, grant.read_id))
+
+    def end(self, pick: int, _: int) -> None:
+        if self.reads:
+            self.start(self._end(*self.reads[pick % len(self.reads)]))
+
+    async def _end(self, lease_id: str, read_id: str) -> None:
+        await self.bench.reading.end(decode_service_pb2.EndReadRequest(lease_id=lease_id, read_id=read_id))
+
+    def down(self, *_: int) -> None:
+        self.bench.directory.down = self.was_down = True
+
+    def up(self, *_: int) -> None:
+        self.bench.directory.down = False
+
+    async def rest(self) -> None:
+        """Let everything come to an end."""
+        self.up()
+        await asyncio.gather(*self.tasks)
+        await self.bench.keeper.settled()
+        await self.bench.keeper.reconcile()
+        for lease_id, read_id in self.reads:
+            await self._end(lease_id, read_id)
+        self.bench.keeper.table.sweep(self.bench.clock.now)
+
+
+@settings(max_examples=200, deadline=None)
+@given(actions=ACTIONS)
+def test_whatever_happens_holds_and_leases_agree(actions: list[tuple[str, int, int]]) -> None:
+    asyncio.run(played(actions))
+
+
+async def played(actions: list[tuple[str, int, int]]) -> None:
+    play = Play()
+    bench = play.bench
+    watching = asyncio.create_task(bench.keeper.watch())
+    for kind, pick, number in actions:
+        if kind == "pass":
+            for _ in range(number):
+                await asyncio.sleep(0)
+        elif kind == "settle":
+            await asyncio.gather(*play.tasks)
+        else:
+            getattr(play, kind)(pick, number)
+    await play.rest()
+    live = {one.lease_id for one in bench.keeper.table.held()}
+    assert live == set(bench.engine.held), "every hold has a live lease or is released"
+    assert not any(bench.engine.pinned.values()), "every pin is taken off"
+    for conversation in "xy":
+        leases = bench.keeper.table.live(scope(conversation).scope)
+        assert len(leases) <= 1, "never two live leases of one conversation"
+        # A directory that was down may have kept the entry of a lease that ended meanwhile.
+        if not play.was_down:
+            expected = leases[0].lease_id if leases else None
+            assert await bench.standing(scope(conversation)) == expected
+    watching.cancel()
