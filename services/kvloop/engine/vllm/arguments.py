@@ -28,6 +28,7 @@ def engine_arguments(settings: EngineSettings, role: Role, control_path: Path) -
         "scheduling_policy": "priority",
         "disable_log_stats": True,
         "enable_log_requests": False,
+        "use_tqdm_on_load": False,
         "kv_transfer_config": transfer_config(settings, role, control_path),
     }
     for name in (

@@ -1,7 +1,7 @@
 """The environment of an engine process.
 
 vLLM, UCX and OpenMP read their environment when they are imported or spawned, so it is set before vllm is
-imported and the engine core inherits it.
+imported and the engine core inherits it. That is why the adapter imports vllm late.
 """
 
 import importlib.util
@@ -32,6 +32,9 @@ def environment(settings: EngineSettings, port: int) -> dict[str, str]:
     if settings.device == "cpu":
         threads = str(settings.omp_threads or 1)
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
+        if settings.tensor_parallel_size == 1:
+            # One rank works within the engine core; otherwise a CPU engine has a process for it.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     else:
         # All layers of a block lie together only with this layout and the V1 model runner.
         env |= {"VLLM_KV_CACHE_LAYOUT": "HND", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -46,7 +49,8 @@ def defaults(settings: EngineSettings) -> dict[str, str]:
         # Block hashes must agree between engines; versions before 0.29 seed them from here.
         _HASH_SEED: "0",
         "VLLM_HOST_IP": settings.nixl_side_channel_host,
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        # vLLM warns at length about what is chosen here on purpose.
+        "VLLM_LOGGING_LEVEL": "ERROR" if settings.device == "cpu" else "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path(settings.model_path).exists():

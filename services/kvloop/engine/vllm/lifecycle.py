@@ -72,14 +72,15 @@ class Core:
             raise
 
     def _build(self) -> Any:
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from kvloop.engine.vllm.arguments import engine_arguments
-
         with _spawning:
             if self._abandoned:
                 raise RuntimeError("the start was cancelled")
             env.apply(self._settings, env.side_channel_port(self._settings))
+            # Only now: vllm reads its environment when it is imported.
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            from kvloop.engine.vllm.arguments import engine_arguments
+
             arguments = engine_arguments(self._settings, self._role, self.control_path)
             self._before = set(multiprocessing.active_children())
             try:

@@ -1,8 +1,9 @@
-"""The engine's own counters, as its scheduler and connector report them (vLLM 0.29.0)."""
+"""The engine's own counters, as its scheduler and connector report them (vLLM 0.29.0).
+
+vllm is imported late: see env.
+"""
 
 from typing import Any
-
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvloop.engine.port import EngineLoad
 from kvloop.v1alpha1 import worker_pb2
@@ -17,6 +18,8 @@ class Counters:
 
     def factory(self) -> Any:
         """Return what AsyncLLM takes as a stat logger factory."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
         counters = self
 
         class _Logger(StatLoggerBase):  # type: ignore[misc]
