@@ -54,6 +54,10 @@ async def generate(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
         stop=message.get("stop"),
         stop_token_ids=message.get("stop_token_ids"),
         ignore_eos=message.get("ignore_eos", True),
+        min_tokens=message.get("min_tokens", 0),
+        logit_bias={int(k): v for k, v in message["logit_bias"].items()}
+        if message.get("logit_bias")
+        else None,
         detokenize=bool(message.get("stop")),
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": message["params"]} if message.get("params") is not None else None,

@@ -1,0 +1,234 @@
+"""The table of holds alone, with a clock of its own."""
+
+import threading
+
+import pytest
+
+from kvloop.connector.table import HoldTable, NotHeld
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> HoldTable:
+    return HoldTable(clock=clock)
+
+
+def keep(table: HoldTable, lease_id: str, blocks: list[int], ttl_s: float = 60.0, tenant: str = "t") -> bool:
+    hold = table.hold(
+        lease_id, kind="decode", blocks=blocks, num_tokens=len(blocks) * 16, ttl_s=ttl_s, tenant=tenant
+    )
+    return hold is not None
+
+
+def freed(table: HoldTable) -> list[tuple[int, ...]]:
+    return table.take_freeable()
+
+
+def test_release_gives_blocks_back_once_and_without_event(table: HoldTable) -> None:
+    keep(table, "a", [1, 2])
+    assert table.release("a")
+    assert not table.release("a")
+    assert freed(table) == [(1, 2)]
+    assert freed(table) == []
+    assert table.take_events() == []
+    assert table.held_blocks == 0
+
+
+@pytest.mark.parametrize(("after", "gone"), [(59.9, False), (60.0, True), (61.0, True)])
+def test_holds_end_at_their_deadline(table: HoldTable, clock: Clock, after: float, gone: bool) -> None:
+    keep(table, "a", [1], ttl_s=60.0)
+    clock.now += after
+    table.expire()
+    assert (freed(table) == [(1,)]) == gone
+    assert table.take_events() == ([("a", "expired")] if gone else [])
+
+
+def test_many_deadlines_are_reaped_in_order_and_hidden_before(table: HoldTable, clock: Clock) -> None:
+    for n in range(50):
+        keep(table, f"l{n}", [n + 1], ttl_s=1.0 + (n * 7) % 50)
+    clock.now += 25.5
+    assert [s.remaining_s for s in table.snapshots()] == sorted(s.remaining_s for s in table.snapshots())
+    assert len(table.snapshots()) == 25
+    table.expire()
+    assert len(freed(table)) == 25
+    order = [lease for lease, _ in table.take_events()]
+    assert order == sorted(order, key=lambda lease: 1.0 + (int(lease[1:]) * 7) % 50)
+    assert table.next_deadline() == 100.0 + 26.0
+
+
+def test_expired_is_told_from_unknown(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=1.0)
+    clock.now += 2.0
+    with pytest.raises(NotHeld) as late:
+        table.pin("a", 5.0)
+    with pytest.raises(NotHeld) as unknown:
+        table.pin("b", 5.0)
+    assert late.value.expired
+    assert not unknown.value.expired
+    assert not table.extend("a", 60.0)
+
+
+def test_extend_never_shortens(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=60.0)
+    assert table.extend("a", 10.0)
+    clock.now += 59.0
+    assert table.extend("a", 60.0)
+    clock.now += 59.0
+    table.expire()
+    assert freed(table) == []
+    clock.now += 1.0
+    table.expire()
+    assert freed(table) == [(1,)]
+
+
+@pytest.mark.parametrize("how", ["release", "expire", "revoke"])
+def test_a_pin_outlives_the_hold(table: HoldTable, clock: Clock, how: str) -> None:
+    keep(table, "a", [1, 2], ttl_s=10.0)
+    first, _, _ = table.pin("a", 100.0)
+    second, _, _ = table.pin("a", 100.0)
+    if how == "release":
+        table.release("a")
+    elif how == "revoke":
+        table.revoke_all()
+    else:
+        clock.now += 10.0
+        table.expire()
+    assert freed(table) == []
+    assert [s.doomed for s in table.snapshots()] == [True]
+    with pytest.raises(NotHeld):
+        table.pin("a", 5.0)
+    assert table.unpin("a", first)
+    assert freed(table) == []
+    assert table.unpin("a", second)
+    assert freed(table) == [(1, 2)]
+    assert not table.unpin("a", second)
+
+
+def test_a_pin_ends_at_its_own_deadline(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=60.0)
+    read_id, deadline, _ = table.pin("a", 5.0)
+    assert deadline == clock.now + 5.0
+    clock.now += 5.0
+    table.expire()
+    assert not table.unpin("a", read_id)
+    assert freed(table) == []
+    table.release("a")
+    assert freed(table) == [(1,)]
+
+
+def test_a_pin_belongs_to_its_lease(table: HoldTable) -> None:
+    keep(table, "a", [1])
+    keep(table, "b", [2])
+    read_id, _, _ = table.pin("a", 5.0)
+    assert not table.unpin("b", read_id)
+    assert table.unpin("a", read_id)
+
+
+def test_the_same_id_again_replaces(table: HoldTable) -> None:
+    keep(table, "a", [1, 2])
+    read_id, _, _ = table.pin("a", 5.0)
+    keep(table, "a", [2, 3])
+    assert freed(table) == []
+    table.unpin("a", read_id)
+    assert freed(table) == [(1, 2)]
+    assert table.snapshot("a") is not None
+    assert table.take_events() == []
+
+
+def test_prefill_holds_end_with_their_readers_notice(table: HoldTable) -> None:
+    hold = table.hold("p", kind="prefill", blocks=[1], num_tokens=9, ttl_s=30.0)
+    assert hold is not None
+    assert table.has_readers
+    with pytest.raises(NotHeld):
+        table.pin("p", 5.0)
+    assert not table.read_done("p", "other")
+    assert table.read_done("p", hold.token)
+    assert not table.read_done("p", hold.token)
+    assert freed(table) == [(1,)]
+    assert not table.has_readers
+
+
+def test_unique_blocks_are_counted_and_forks_share(table: HoldTable) -> None:
+    keep(table, "a", [1, 2, 3])
+    keep(table, "b", [1, 2, 4])
+    assert table.held_blocks == 4
+    table.release("a")
+    assert table.held_blocks == 3
+
+
+def test_budget_evicts_the_least_recently_used(table: HoldTable) -> None:
+    table.budget = 4
+    keep(table, "a", [1, 2])
+    keep(table, "b", [3, 4])
+    read_id, _, _ = table.pin("a", 5.0)
+    table.unpin("a", read_id)
+    assert keep(table, "c", [5, 6])
+    assert table.take_events() == [("b", "evicted")]
+    assert table.held_blocks == 4
+
+
+def test_budget_spares_the_pinned_and_refuses_what_has_no_room(table: HoldTable) -> None:
+    table.budget = 4
+    keep(table, "a", [1, 2, 3])
+    table.pin("a", 5.0)
+    assert not keep(table, "b", [4, 5])
+    assert not keep(table, "c", [1, 2, 3, 4, 5])
+    assert table.take_events() == []
+    assert freed(table) == []
+    assert keep(table, "d", [3, 4])
+
+
+@pytest.mark.parametrize(("budget", "events"), [(5, 0), (4, 0), (3, 1)])
+def test_budget_at_its_border(table: HoldTable, budget: int, events: int) -> None:
+    table.budget = budget
+    keep(table, "a", [1, 2])
+    keep(table, "b", [3, 4]) if budget >= 4 else keep(table, "b", [2, 3, 4])
+    assert len(table.take_events()) == events
+
+
+def test_prefill_holds_are_outside_the_budget_and_never_evicted(table: HoldTable) -> None:
+    table.budget = 1
+    assert table.hold("p", kind="prefill", blocks=[1, 2, 3], num_tokens=9, ttl_s=30.0) is not None
+    assert not table.has_evictable
+    assert not table.evict_one()
+    assert table.revoke_all() == 0
+
+
+def test_eviction_takes_from_the_tenant_that_holds_most(table: HoldTable) -> None:
+    table.budget = 8
+    keep(table, "small", [1, 2], tenant="x")
+    for n in range(3):
+        keep(table, f"big{n}", [10 + 2 * n, 11 + 2 * n], tenant="y")
+    keep(table, "new", [30, 31], tenant="x")
+    assert table.take_events() == [("big0", "evicted")]
+
+
+def test_threads_leave_the_counts_right(table: HoldTable) -> None:
+    def work(name: int) -> None:
+        for n in range(200):
+            lease = f"{name}-{n}"
+            keep(table, lease, [n % 7, 100 + n % 5])
+            read_id, _, _ = table.pin(lease, 5.0)
+            table.release(lease)
+            table.unpin(lease, read_id)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert table.held_blocks == 0
+    assert len(freed(table)) == 800
+    assert table.snapshots() == []
