@@ -2,8 +2,6 @@
 
 import asyncio
 
-import uvloop
-
 from kvloop.metastore.factory import open_directory
 from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory
 from kvloop.router.auth import Authenticator
@@ -16,7 +14,7 @@ from kvloop.router.workers import WorkerPool
 from kvloop.runtime import endpoints, logs
 from kvloop.runtime.clock import Clock, SystemClock
 from kvloop.runtime.config import ConfigError
-from kvloop.runtime.server import GrpcServer, run_until_signal
+from kvloop.runtime.server import GrpcServer
 
 _STOP_GRACE_S = 1.0
 
@@ -128,8 +126,3 @@ async def _open(settings: RouterSettings) -> LeaseDirectory:
     except DirectoryUnavailable as error:
         _log.warning("directory_unavailable", error=str(error))
     return directory
-
-
-def run(settings: RouterSettings) -> None:
-    """Serve until a signal ends the process. Raises ConfigError, ServerError."""
-    uvloop.run(run_until_signal(RouterApp(settings)))

@@ -22,20 +22,20 @@ def _drop_content(
 
 def configure(level: str = "info", *, as_json: bool | None = None) -> None:
     """Set up logging of this process: JSON lines on stderr, or a readable form on a terminal."""
-    render: structlog.typing.Processor
+    render: list[structlog.typing.Processor]
     if as_json if as_json is not None else not sys.stderr.isatty():
-        render = structlog.processors.JSONRenderer()
+        render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        render = structlog.dev.ConsoleRenderer()
+        # Not the default formatter: it prints local variables, and with them prompts and handles.
+        render = [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
-            structlog.processors.format_exc_info,
             _drop_content,
-            render,
+            *render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
