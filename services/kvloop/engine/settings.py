@@ -204,4 +204,7 @@ def _fill(settings: EngineSettings, values: dict[str, Any]) -> EngineSettings:
     opened = {
         name: value for name, value in values.items() if name == "device" or getattr(settings, name) is None
     }
-    return EngineSettings.model_validate({**settings.model_dump(), **opened})
+    # A worker's settings have more fields; the engine's own are all that is kept.
+    return EngineSettings.model_validate(
+        {**settings.model_dump(include=set(EngineSettings.model_fields)), **opened}
+    )
