@@ -1,0 +1,79 @@
+"""D: one lease, many readers; one conversation, many turns at once."""
+
+import asyncio
+
+import pytest
+from cases_kit import Case, until
+
+pytestmark = pytest.mark.parametrize("router", ["bare"])
+
+
+@pytest.mark.case("D1", "READBACK every time")
+async def test_read_twice_in_turn(case: Case, history: list[int], suffix: list[int]) -> None:
+    one = await case.turn(history)
+    prompt = [*history, *one.ids, *suffix]
+    for fork in range(2):
+        two = await case.turn(prompt, case.name(f"fork{fork}"), parent_conversation_id=case.name())
+        case.expect(two, "READBACK", "PROVEN", len(history) + len(one.ids) - 1)
+
+
+@pytest.mark.case("D2", "READBACK every time")
+async def test_read_five_times_at_once(case: Case, history: list[int], suffix: list[int]) -> None:
+    one = await case.turn(history)
+    prompt = [*history, *one.ids, *suffix]
+    turns = [
+        case.turn(prompt, case.name(f"fork{i}"), parent_conversation_id=case.name(), check=False)
+        for i in range(5)
+    ]
+    answers = await asyncio.gather(*turns)
+    await case.compare(answers[0], prompt)
+    for answer in answers:
+        assert answer.ids == answers[0].ids
+        case.expect(answer, "READBACK", "PROVEN", len(history) + len(one.ids) - 1)
+
+
+@pytest.mark.case("D3", "all reuse")
+async def test_forks_while_one_publishes(case: Case, history: list[int], suffix: list[int]) -> None:
+    one = await case.turn(history)
+    prompt = [*history, *one.ids, *suffix]
+    # The first fork goes on under the conversation's own name, so its lease supersedes the one they share.
+    mine = await case.turn(prompt)
+    case.expect(mine, "READBACK", "PROVEN", len(history) + len(one.ids) - 1)
+    for fork in range(2):
+        answer = await case.turn(prompt, case.name(f"fork{fork}"), parent_conversation_id=case.name())
+        case.expect(answer, "READBACK", "PROVEN")
+
+
+@pytest.mark.case("D4", "reuse; later-started turn's lease wins")
+async def test_regenerate_while_streaming(case: Case, history: list[int], suffix: list[int]) -> None:
+    stack = case.stack
+    one = await case.turn(history)
+    prompt = [*history, *one.ids, *suffix]
+    long = stack.start(stack.request(prompt, case.name(), max_tokens=200), router=case.router)
+    begun = await anext(aiter(long))
+    again = await case.turn(prompt, max_tokens=4)
+    case.expect(again, "READBACK", "PROVEN")
+    slow = await stack.finish(long, begun)
+    assert not slow.summary.HasField("lease"), "an earlier-started turn's lease must not win"
+    held = [lease for lease in await stack.leases() if lease.conversation_id == case.name()]
+    assert [lease.lease_id for lease in held] == [again.summary.lease.lease_id]
+
+
+@pytest.mark.case("D5", "both right; one lease left")
+async def test_two_turns_on_two_routers(case: Case, history: list[int], suffix: list[int]) -> None:
+    one = await case.turn(history)
+    prompts = [[*history, *one.ids, *suffix], [*history, *one.ids, *suffix[::-1]]]
+    answers = await asyncio.gather(
+        case.turn(prompts[0], router="main", check=False), case.turn(prompts[1], router="twin", check=False)
+    )
+    for answer, prompt in zip(answers, prompts, strict=True):
+        await case.compare(answer, prompt)
+        # Whichever came second may have found what the first one read.
+        case.expect(answer, ("READBACK", "RECOMPUTE"), ("PROVEN", "LOCAL"))
+        assert answer.sources.computed <= case.stack.block_size + len(suffix)
+
+    async def one_left() -> bool:
+        held = [lease for lease in await case.stack.leases() if lease.conversation_id == case.name()]
+        return len(held) == 1
+
+    assert await until(one_left)
