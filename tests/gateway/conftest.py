@@ -10,10 +10,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from gateway_router import FakeRouter
 from tokenizers import Tokenizer
 
 from kvloop.engine.settings import smollm2_dir
+
+_HERE = str(Path(__file__).parent)
+if _HERE not in sys.path:
+    sys.path.insert(0, _HERE)
+
+from gateway_router import FakeRouter  # noqa: E402
 
 _MAIN = """
 import asyncio, json, sys

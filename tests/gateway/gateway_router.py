@@ -128,7 +128,9 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
             for rank in range(2, logprobs + 1):
                 other = (token + rank) % 1000
                 candidates.append(
-                    turn_pb2.TokenLogprob(token_id=other, logprob=-float(rank), rank=rank, decoded_token=f"<{rank}>")
+                    turn_pb2.TokenLogprob(
+                        token_id=other, logprob=-float(rank), rank=rank, decoded_token=f"<{rank}>"
+                    )
                 )
             chunk.logprobs.add(candidates=candidates)
         return chunk

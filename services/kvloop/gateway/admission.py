@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvloop.gateway.identity import PARENT
 from kvloop.runtime.checks import MAX_CACHE_SALT, check_extra_args
 from kvloop.runtime.errors import Failure, Reason, invalid
 from kvloop.v1alpha1 import router_service_pb2
@@ -21,7 +20,6 @@ REUSE_HEADER = "x-kvloop-reuse"
 STRIPPED_HEADERS = frozenset({"x-request-id", "x-data-parallel-rank", "x-vllm-priority"})
 
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
-_REMOVED = ("conversation_id", PARENT, "request_id", *_TRANSFER)
 # Each with the sentence that tells what to do instead.
 _UNSERVED = {
     "previous_response_id": "responses are not stored here; send the whole conversation in input",
@@ -57,15 +55,6 @@ def check_body(body: Mapping[str, Any]) -> None:
             check_extra_args(json.dumps(xargs))
         except Failure as failure:
             raise Failure(failure.reason, failure.message, field="vllm_xargs") from None
-
-
-def strip_body(body: dict[str, Any], *, keep_priority: bool) -> bool:
-    """Remove what the gateway itself has read or mints anew; return whether anything was removed."""
-    names = _REMOVED if keep_priority else (*_REMOVED, "priority")
-    found = [name for name in names if name in body]
-    for name in found:
-        del body[name]
-    return bool(found)
 
 
 def priority_of(headers: Mapping[str, str]) -> int | None:

@@ -103,6 +103,8 @@ async def build_app(base: Base, client: Any, adapters: Sequence[str]) -> Any:
 
     # vLLM's own handler repeats the client's whole input in the error.
     app.exception_handler(RequestValidationError)(refuse)
+    # vLLM has built its stack by now; the next request builds it anew.
+    app.middleware_stack = None
     for number, name in enumerate(adapters, start=1):
         app.state.openai_serving_models.lora_requests[name] = LoRARequest(name, number, name)
     return app
