@@ -100,6 +100,8 @@ class GatedDirectory(MemoryDirectory):
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)
         self.down = False
+        self.lags: list[int] = []
+        """For how many turns of the loop each next answer is late."""
         self.before: asyncio.Event | None = None
         self.after: asyncio.Event | None = None
         self.publishing = asyncio.Event()
@@ -112,6 +114,8 @@ class GatedDirectory(MemoryDirectory):
         if self.down:
             raise DirectoryUnavailable
         published = await super().publish(scope, entry, ttl_s)
+        for _ in range(self.lags.pop(0) if self.lags else 0):
+            await asyncio.sleep(0)
         if self.after is not None:
             await self.after.wait()
         return published

@@ -102,6 +102,17 @@ async def test_an_earlier_turn_that_ends_later_loses_even_after_the_directory_fo
     assert set(bench.engine.held) == {"later"}
 
 
+async def test_of_two_turns_with_one_start_one_is_held_and_found() -> None:
+    bench = Bench()
+    # The first answer comes after the second publication was written, if nothing keeps them apart.
+    bench.directory.lags = [5, 0]
+    await asyncio.gather(
+        bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0)),
+        bench.keeper.keep(scope(), TOKENS, bench.engine.hold("b", 8, 60.0)),
+    )
+    assert [await bench.standing(scope())] == list(bench.engine.held)
+
+
 async def test_publication_is_tried_again_until_it_succeeds() -> None:
     bench = Bench()
     bench.directory.down = True
@@ -226,7 +237,7 @@ def test_of_two_leases_with_one_start_the_later_added_is_newest() -> None:
     assert newest.lease_id == "b"
 
 
-KINDS = ("keep", "keep", "keep", "evict", "release", "close", "read", "end", "down", "up", "pass", "settle")
+KINDS = ("keep", "keep", "evict", "release", "close", "read", "end", "down", "up", "lag", "pass", "settle")
 ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 19), st.integers(1, 5)), max_size=40)
 
 
@@ -280,6 +291,9 @@ class Play:
 
     def down(self, *_: int) -> None:
         self.bench.directory.down = self.was_down = True
+
+    def lag(self, _: int, turns: int) -> None:
+        self.bench.directory.lags.append(turns)
 
     def up(self, *_: int) -> None:
         self.bench.directory.down = False

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvloop.runtime import logs
 from kvloop.runtime.channels import SERVER_OPTIONS
+from kvloop.runtime.servicing import ParseGuard
 
 LIVENESS = "liveness"
 
@@ -45,7 +46,7 @@ class GrpcServer:
     """A grpc.aio server with health and reflection."""
 
     def __init__(self, service_names: Sequence[str]) -> None:
-        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.server = grpc.aio.server(interceptors=(ParseGuard(),), options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._ready_names = ("", *service_names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from kvloop.runtime import logs
-from kvloop.runtime.errors import Failure, Reason, to_status
+from kvloop.runtime.errors import Failure, Reason, invalid, to_status
 
 _log = logs.get("servicing")
 
@@ -16,6 +17,46 @@ S = TypeVar("S")
 Q = TypeVar("Q")
 A = TypeVar("A")
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+_OURS = "/kvloop."
+
+
+class Unparsable:
+    """Stands for a request whose bytes are no message of its type."""
+
+
+class ParseGuard(grpc.aio.ServerInterceptor):
+    """Lets bytes that do not parse reach our handlers, which refuse them with a reason.
+
+    grpcio's own answer is UNKNOWN without one.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Replace the parser of our own methods."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_OURS):
+            return handler
+        return handler._replace(request_deserializer=_lenient(handler.request_deserializer))
+
+
+def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse_or_mark(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return Unparsable()
+
+    return parse_or_mark
+
+
+def _check_parsed(request: object) -> None:
+    if isinstance(request, Unparsable):
+        raise invalid("request", "the bytes are no message of this method's request type")
 
 
 async def abort(context: Context, failure: Failure) -> NoReturn:
@@ -35,6 +76,7 @@ def unary(method: Callable[[S, Q, Context], Awaitable[A]]) -> Callable[[S, Q, Co
     @functools.wraps(method)
     async def wrapped(self: S, request: Q, context: Context) -> A:
         try:
+            _check_parsed(request)
             return await method(self, request, context)
         except Failure as failure:
             await abort(context, failure)
@@ -55,6 +97,7 @@ def stream(
     async def wrapped(self: S, request: Q, context: Context) -> AsyncIterator[A]:
         answers = method(self, request, context)
         try:
+            _check_parsed(request)
             async for answer in answers:
                 yield answer
         except Failure as failure:
