@@ -31,7 +31,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_EMPTY_PROMPT: _ErrorReason.ValueType  # 3
     """INVALID_ARGUMENT: the prompt is empty."""
     ERROR_REASON_PROMPT_TOO_LONG: _ErrorReason.ValueType  # 4
-    """INVALID_ARGUMENT: prompt, or prompt plus min_tokens, exceeds max_model_len. metadata: limit, actual."""
+    """INVALID_ARGUMENT: prompt, or prompt plus the max_tokens or min_tokens asked for, exceeds max_model_len.
+    metadata: limit, actual.
+    """
     ERROR_REASON_MULTIPLE_COMPLETIONS: _ErrorReason.ValueType  # 5
     """INVALID_ARGUMENT: n is not 1."""
     ERROR_REASON_TRANSFER_PARAMS_REFUSED: _ErrorReason.ValueType  # 6
@@ -83,7 +85,9 @@ ERROR_REASON_DEADLINE_REQUIRED: ErrorReason.ValueType  # 2
 ERROR_REASON_EMPTY_PROMPT: ErrorReason.ValueType  # 3
 """INVALID_ARGUMENT: the prompt is empty."""
 ERROR_REASON_PROMPT_TOO_LONG: ErrorReason.ValueType  # 4
-"""INVALID_ARGUMENT: prompt, or prompt plus min_tokens, exceeds max_model_len. metadata: limit, actual."""
+"""INVALID_ARGUMENT: prompt, or prompt plus the max_tokens or min_tokens asked for, exceeds max_model_len.
+metadata: limit, actual.
+"""
 ERROR_REASON_MULTIPLE_COMPLETIONS: ErrorReason.ValueType  # 5
 """INVALID_ARGUMENT: n is not 1."""
 ERROR_REASON_TRANSFER_PARAMS_REFUSED: ErrorReason.ValueType  # 6

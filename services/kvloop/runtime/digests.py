@@ -5,6 +5,7 @@ comes from the tenant, the model, the adapter and the salt: equal digests also m
 digests tell nothing to whoever lacks the key.
 """
 
+import bisect
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -53,12 +54,18 @@ def coarse_lengths(num_tokens: int, block_size: int) -> list[int]:
 
 
 def common_prefix(key: bytes, packed: bytes, lengths: Sequence[int], claimed: Sequence[bytes]) -> int:
-    """Return the longest of the lengths whose claimed digest equals that of the held tokens, or 0."""
-    held = [n for n in lengths if n * TOKEN_BYTES <= len(packed)]
-    own = prefix_digests(key, packed, held)
-    proven = 0
-    for length, mine, theirs in zip(held, own, claimed, strict=False):
-        if not hmac.compare_digest(mine, theirs):
-            break
-        proven = length
-    return proven
+    """Return the longest of the ascending lengths whose claimed digest equals that of the held tokens, or 0.
+
+    One equal digest proves all of its prefix, so the end is tried first and then the middle of what is left:
+    a history that is shared whole costs one hash. Claims that contradict each other prove less, never more.
+    """
+    low, high = 0, min(bisect.bisect_right(lengths, len(packed) // TOKEN_BYTES), len(claimed))
+    probe = high - 1
+    while low < high:
+        [own] = prefix_digests(key, packed, [lengths[probe]])
+        if hmac.compare_digest(own, claimed[probe]):
+            low = probe + 1
+        else:
+            high = probe
+        probe = (low + high) // 2
+    return lengths[low - 1] if low > 0 else 0
