@@ -73,6 +73,9 @@ def to_vllm(
     for name in _DEFAULTED:
         if name in defaults:
             values.setdefault(name, defaults[name])
+    if not sampling.HasField("max_tokens") and values.get("max_tokens") is not None:
+        # A default gives way to what is asked for.
+        values["max_tokens"] = max(values["max_tokens"], sampling.min_tokens)
     values.setdefault("max_tokens", None)
     extra = _extra_args(sampling)
     if transfer is not None:
@@ -125,10 +128,10 @@ def blame(error: Exception) -> Failure:
     lowered = text.lower()
     if any(word in lowered for word in ("grammar", "regex", "schema", "structur", "choice")):
         return invalid("sampling.structured_outputs", _plain(text))
-    named = [name for name in _FIELDS if re.search(rf"\b{name}\b", text)]
+    named = [match.group() for match in re.finditer(r"\w+", text) if match.group() in _FIELDS]
     if not named:
         return invalid("sampling", "the engine refuses these parameters")
-    return invalid(f"sampling.{max(named, key=len)}", _plain(text))
+    return invalid(f"sampling.{named[0]}", _plain(text))
 
 
 def _values(sampling: sampling_pb2.SamplingParams) -> dict[str, Any]:
