@@ -228,6 +228,15 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
         summary.lease.lease_id = entry.lease_id
         summary.lease.num_tokens = entry.num_tokens
 
+    async def BeginRead(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+    async def EndRead(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+    async def ListLeases(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
     @unary
     async def ReleaseLease(  # noqa: N802
         self, request: decode_service_pb2.ReleaseLeaseRequest, context: Any
@@ -326,8 +335,12 @@ class Answer:
 class Client:
     """A client of one router."""
 
-    def __init__(self, endpoint: str, token: str | None = None) -> None:
-        self.channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, token: str | None = None, *, narrow: bool = False) -> None:
+        # Narrow: the transport takes in little ahead of the reader, and doesn't grow to take more.
+        options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
+        self.channel = (
+            grpc.aio.insecure_channel(endpoint, options=options) if narrow else open_channel(endpoint)
+        )
         self.stub: Any = router_service_pb2_grpc.RouterServiceStub(self.channel)
         self.metadata = [("authorization", f"Bearer {token}")] if token else []
 
@@ -397,9 +410,11 @@ class FakeFleet:
         await app.start()
         return app
 
-    async def client(self, app: RouterApp | None = None, token: str | None = None) -> Client:
+    async def client(
+        self, app: RouterApp | None = None, token: str | None = None, *, narrow: bool = False
+    ) -> Client:
         app = app or await self.router()
-        client = Client(app.endpoint, token)
+        client = Client(app.endpoint, token, narrow=narrow)
         self.stack.push_async_callback(client.channel.close)
         return client
 
@@ -410,9 +425,9 @@ async def fake_fleet(prefills: int = 1, decodes: int = 1) -> AsyncIterator[FakeF
         directory = FlakyDirectory()
         ps = [FakePrefill(f"p{n}") for n in range(prefills)]
         ds = [FakeDecode(f"d{n}", directory, ps) for n in range(decodes)]
-        for worker in [*ps, *ds]:
-            await worker.host.start()
-            stack.push_async_callback(worker.host.kill)
+        for host in [*(p.host for p in ps), *(d.host for d in ds)]:
+            await host.start()
+            stack.push_async_callback(host.kill)
         yield FakeFleet(directory, ps, ds, stack)
 
 

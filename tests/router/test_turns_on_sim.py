@@ -209,9 +209,10 @@ async def test_e6_a_client_that_does_not_read_holds_up_nobody() -> None:
 
         async def published() -> bool:
             try:
-                return (await client.stub.GetConversation(request, timeout=5)).lease.num_tokens == 2099
+                held = (await client.stub.GetConversation(request, timeout=5)).lease
             except grpc.aio.AioRpcError:
                 return False
+            return bool(held.num_tokens == 2099)
 
         await until_async(published, "the directory entry")
         answer = await collect(call)

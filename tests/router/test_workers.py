@@ -37,9 +37,10 @@ async def pool_of(prefills: list[dict[str, Any]], decodes: list[dict[str, Any]])
         decode_endpoints=tuple(f"d{n}:1" for n in range(len(decodes))),
     )
     pool = WorkerPool(settings, CLOCK, rng=random.Random(5))
-    for workers, facts, role in ((pool.prefill, prefills, PREFILL), (pool.decode, decodes, DECODE)):
-        for worker, changes in zip(workers, facts, strict=True):
-            learn(worker, role, **changes)
+    for prefill, changes in zip(pool.prefill, prefills, strict=True):
+        learn(prefill, PREFILL, **changes)
+    for decode, changes in zip(pool.decode, decodes, strict=True):
+        learn(decode, DECODE, **changes)
     return pool
 
 
