@@ -161,7 +161,7 @@ async def test_unknown_leases_and_pins(pair: Pair) -> None:
 async def test_random_bytes(pair: Pair, method: str) -> None:
     name = f"/kvloop.v1alpha1.DecodeService/{method}"
     channel = pair.channels[0]
-    callable_ = channel.unary_stream(name) if method == "Decode" else channel.unary_unary(name)
+    callable_: Any = channel.unary_stream(name) if method == "Decode" else channel.unary_unary(name)
     call = callable_(b"\xff" * 100, timeout=10)
     with pytest.raises(Failure) as raised:
         await (read_answer(call) if method == "Decode" else failing(call))

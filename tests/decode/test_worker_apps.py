@@ -82,7 +82,7 @@ async def test_readiness_follows_the_engine_and_liveness_does_not() -> None:
         pair.decode_engine.faults.kill()
 
         async def unready() -> bool:
-            return await health(pair, "") != serving
+            return bool(await health(pair, "") != serving)
 
         await until(unready)
         assert await health(pair, LIVENESS) == serving
@@ -93,7 +93,7 @@ async def test_readiness_follows_the_engine_and_liveness_does_not() -> None:
         await pair.decode_engine.start()
 
         async def ready() -> bool:
-            return await health(pair, "") == serving
+            return bool(await health(pair, "") == serving)
 
         await until(ready)
         answer = await pair.run_decode(prompt(50), scope_of("c", start=1), None)

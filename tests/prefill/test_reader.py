@@ -10,6 +10,7 @@ from kvloop.metastore.registry import Worker
 from kvloop.prefill.peers import ANY_LOOPBACK, FIRST_REST_S, LONGEST_REST_S, EndpointRule, Peers
 from kvloop.runtime.channels import SERVER_OPTIONS
 from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.servicing import Context
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -54,7 +55,7 @@ class MuteDecode(decode_service_pb2_grpc.DecodeServiceServicer):
         return response
 
     async def EndRead(  # noqa: N802
-        self, request: decode_service_pb2.EndReadRequest, context: grpc.aio.ServicerContext
+        self, request: decode_service_pb2.EndReadRequest, context: Context
     ) -> decode_service_pb2.EndReadResponse:
         if self.end_failures > 0:
             self.end_failures -= 1
@@ -67,7 +68,7 @@ class MuteServer:
     """MuteDecode on loopback."""
 
     async def __aenter__(self) -> "MuteServer":
-        self.service = MuteDecode()
+        self.service = MuteDecode()  # type: ignore[abstract]
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self.service, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
