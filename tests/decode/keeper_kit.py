@@ -52,6 +52,7 @@ class HoldTable:
         self.clock = clock
         self.held: dict[str, float] = {}
         self.pinned: dict[str, set[str]] = {}
+        self.settling = asyncio.Event()
         self.events: asyncio.Queue[HoldEnded] = asyncio.Queue()
         self._serial = itertools.count()
 
@@ -80,6 +81,7 @@ class HoldTable:
         return self.held.pop(lease_id, None) is not None
 
     async def settle(self, lease_id: str) -> Hold | None:
+        self.settling.set()
         await asyncio.sleep(0)
         if lease_id not in self.held:
             return None

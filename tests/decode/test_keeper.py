@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from keeper_kit import FACTS, Bench, scope
 
 from kvloop.decode.lease import Ended, Lease, LeaseTable, State
+from kvloop.engine.port import HoldTerms
 from kvloop.runtime.digests import prefix_digests
 from kvloop.runtime.errors import Failure
 from kvloop.runtime.tokens import pack
@@ -154,6 +155,17 @@ async def test_a_keep_that_is_cancelled_holds_nothing() -> None:
     keeping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await keeping
+    assert bench.engine.held == {}
+
+
+async def test_a_turn_that_ended_as_it_was_cancelled_holds_nothing() -> None:
+    bench = Bench()
+    discarding = asyncio.create_task(
+        bench.keeper.discard_cancelled(HoldTerms(lease_id="a", ttl_s=60.0, on_cancel=False))
+    )
+    await bench.engine.settling.wait()
+    bench.engine.hold("a", 8, 60.0)
+    await discarding
     assert bench.engine.held == {}
 
 

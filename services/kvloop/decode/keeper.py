@@ -115,6 +115,16 @@ class Keeper:
         """Let go of a hold that never became a lease."""
         await self._release_hold(terms.lease_id)
 
+    async def discard_cancelled(self, terms: HoldTerms) -> None:
+        """Let go of what the engine may keep of a cancelled turn: its end and the cancellation can cross."""
+        await self._release_hold(terms.lease_id)
+        try:
+            hold = await self._engine.settle(terms.lease_id)
+        except Failure:
+            return
+        if hold is not None:
+            await self._release_hold(terms.lease_id)
+
     async def release(self, lease_id: str) -> bool:
         """Let go of a lease; False when it is not live."""
         lease = self.table.get(lease_id)

@@ -147,7 +147,7 @@ class Leg:
                 self._keeper.keep_cancelled(self._request.scope, self._tokens, self._terms.lease_id)
             )
         else:
-            await self._discard()
+            await self._keeper.discard_cancelled(self._terms)
 
     async def _guarded(self, keeping: Awaitable[Kept]) -> Kept:
         """Return what was kept; trouble with a lease never fails the turn that left it."""
