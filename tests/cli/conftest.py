@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -47,16 +48,20 @@ class Running:
         return self.out.read_text(encoding="utf-8")
 
     def wait_for(self, text: str) -> None:
-        """Wait until the output holds a text; the children seen meanwhile are remembered."""
+        """Wait until the output holds a text; the children there are then are remembered."""
+        self.wait_for_match(re.escape(text))
+        self.look()
+
+    def wait_for_match(self, pattern: str) -> None:
+        """Wait until the output matches."""
 
         def seen() -> bool:
-            if text in self.text():
+            if re.search(pattern, self.text(), re.MULTILINE):
                 return True
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
             return False
 
-        until(seen, f"{text!r} in the output")
-        self.look()
+        until(seen, f"{pattern!r} in the output")
 
     def look(self) -> None:
         """Remember the processes that there are under the command now."""

@@ -34,7 +34,7 @@ def chat(
     """Talk to a model; after each answer, see what was reused."""
     from rich.console import Console
 
-    from kvloop.cli.chat.rendering import TemplateRenderer
+    from kvloop.cli.chat.rendering import TemplateRenderer, spare_torch
     from kvloop.cli.chat.session import ChatOptions, ChatSession
     from kvloop.v1alpha1 import sampling_pb2
 
@@ -48,6 +48,7 @@ def chat(
         seed=seed,
         stop=stop or (),
     )
+    spare_torch()
     console = Console()
     place = tokenizer or tokenizer_place(model)
     if console.is_terminal:

@@ -7,6 +7,7 @@ text begins with the template's end-of-turn token; an answer that ended by itsel
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,15 @@ Message = dict[str, str]
 
 # Plain letters: templates strip white space and split at markup.
 _ANSWER = "kvloopstandsinforananswer"
+
+
+def spare_torch() -> None:
+    """Make transformers believe that there is no torch: tokenizers need none, and importing it takes seconds.
+
+    For a command's own process alone, before transformers is imported: nothing in it can import torch after.
+    """
+    if "transformers" not in sys.modules:
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # how Python marks a name as absent
 
 
 class Renderer(Protocol):

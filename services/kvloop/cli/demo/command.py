@@ -118,8 +118,9 @@ async def _record(engine: str, model: str, max_tokens: int, folder: Path, consol
 def _tokenizer(engine: str, model: str) -> "Renderer | None":
     if engine != "vllm":
         return None
-    from kvloop.cli.chat.rendering import TemplateRenderer
+    from kvloop.cli.chat.rendering import TemplateRenderer, spare_torch
 
+    spare_torch()
     return TemplateRenderer.load(tokenizer_place(model))
 
 

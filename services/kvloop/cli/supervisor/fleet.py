@@ -12,7 +12,7 @@ ends the parts.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,12 +20,15 @@ from typing import Any, Self
 import yaml
 
 from kvloop.cli.supervisor.part import STOP_GRACE_S, Command, Part, PartFailed
-from kvloop.cli.supervisor.plan import STORE, FleetPlan, SettingsFiles, part_environment, role_of
+from kvloop.cli.supervisor.plan import STORE, FleetPlan, SettingsFiles, is_router, part_environment, role_of
 from kvloop.cli.supervisor.programs import STORE_PASSWORD, serve_program, store_program
 
 HOST = "127.0.0.1"
 # Nobody comes back to a fleet that ends: its leases need not be served to their deadlines.
 _DRAIN_LIMIT_S = 2.0
+# Stand-ins for what is known only once it runs, to check settings ahead.
+_ANY_WORKER = {"prefill": ("127.0.0.1:1",), "decode": ("127.0.0.1:2",)}
+_ANY_STORE = "redis://127.0.0.1:1"
 
 State = Callable[[str, str], None]
 
@@ -56,6 +59,8 @@ class Fleet:
     async def __aenter__(self) -> Self:
         """Start everything. Raises PartFailed or ConfigError, with nothing left running."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for name, values in self._settings.items():
+            self._files.check(name, values, self._links(name, _ANY_WORKER, _ANY_STORE))
         try:
             await self._together(self.start(name) for name in self.names(STORE))
             await self._together(self.start(name) for name in self.names("prefill", "decode"))
@@ -148,24 +153,29 @@ class Fleet:
             port = _port(part.endpoint) or self.plan.store_port
             environment = part_environment({STORE_PASSWORD: self._store_password}, ())
             return Command(store_program(port, part.ready_path), environment)
-        links: dict[str, Any] = {
-            "listen": f"{HOST}:0",
-            # Workers and routers name these differently; each takes what it knows.
-            **dict.fromkeys(("directory", "directory_url"), self.store_url),
-            **dict.fromkeys(("drain_limit", "drain_limit_s"), _DRAIN_LIMIT_S),
-            "worker_id": part.name,
-        }
-        if role_of(part.name) == "router":
-            links["prefill_endpoints"] = self.endpoints("prefill")
-            links["decode_endpoints"] = self.endpoints("decode")
         values = dict(self._settings[part.name])
         if port := _port(part.endpoint):
             host = str(values.get("listen", HOST)).rpartition(":")[0] or HOST
             values["listen"] = f"{host}:{port}"
-        file = self._files.write(part.name, values, links)
+        workers = {role: self.endpoints(role) for role in _ANY_WORKER} if is_router(part.name) else {}
+        file = self._files.write(part.name, values, self._links(part.name, workers, self.store_url))
         names = list(yaml.safe_load(file.read_text(encoding="utf-8")))
         environment = part_environment(self.plan.environment, names)
         return Command(serve_program(role_of(part.name), file, part.ready_path), environment)
+
+    @staticmethod
+    def _links(name: str, workers: Mapping[str, Sequence[str]], store_url: str) -> dict[str, Any]:
+        """Return what ties a part to the others; each takes the settings that it knows."""
+        links: dict[str, Any] = {
+            "listen": f"{HOST}:0",
+            # Workers and routers name these differently.
+            **dict.fromkeys(("directory", "directory_url"), store_url),
+            **dict.fromkeys(("drain_limit", "drain_limit_s"), _DRAIN_LIMIT_S),
+            "worker_id": name,
+        }
+        if is_router(name):
+            links |= {f"{role}_endpoints": list(found) for role, found in workers.items()}
+        return links
 
     async def _together(self, starts: Iterable[Coroutine[Any, Any, str]]) -> None:
         """Run starts at once; the first failure ends the others and is raised."""

@@ -63,6 +63,11 @@ def role_of(name: str) -> str:
     return name.rpartition("-")[0]
 
 
+def is_router(name: str) -> bool:
+    """Tell whether a part is a router."""
+    return role_of(name) == "router"
+
+
 class SettingsFiles:
     """Writes one YAML file of settings per part."""
 
@@ -74,10 +79,21 @@ class SettingsFiles:
     def write(self, name: str, values: Values, links: Values) -> Path:
         """Write a part's settings and return the file. links are taken where the role knows such a setting.
 
-        Raises ConfigError for settings that the role does not know.
+        Raises ConfigError for settings that the role does not know or refuses.
         """
+        file = self._folder / f"{name}.yaml"
+        file.touch(mode=0o600)
+        file.write_text(yaml.safe_dump(self._checked(name, values, links)), encoding="utf-8")
+        return file
+
+    def check(self, name: str, values: Values, links: Values) -> None:
+        """Raise the ConfigError that write would raise."""
+        self._checked(name, values, links)
+
+    def _checked(self, name: str, values: Values, links: Values) -> dict[str, Any]:
         role = role_of(name)
-        made = options.options_of(ROLES[role].load_settings())
+        model = ROLES[role].load_settings()
+        made = options.options_of(model)
         known = {option.parameter for option in made}
         if unknown := sorted(values.keys() - known):
             raise ConfigError(f"{name}: no such setting: {', '.join(unknown)}")
@@ -86,11 +102,12 @@ class SettingsFiles:
         merged = {**{key: value for key, value in wanted.items() if key in known}, **values}
         if "fleet_secret_file" in values:
             merged.pop("fleet_secret", None)
-        file = self._folder / f"{name}.yaml"
         nested = options.nest(made, {key: _plain(value) for key, value in merged.items()})
-        file.touch(mode=0o600)
-        file.write_text(yaml.safe_dump(nested), encoding="utf-8")
-        return file
+        try:
+            model.load(flags=nested)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        return nested
 
 
 def part_environment(extra: Values, settings_names: Sequence[str]) -> dict[str, str]:
