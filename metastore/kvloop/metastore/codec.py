@@ -6,7 +6,7 @@ A header of fixed size comes before the protobuf message, so that Lua compares w
     byte  3      format; this module writes and reads "1"
     bytes 4-19   turn start in microseconds, decimal, zero-padded
     bytes 20-35  digest of the lease id
-    bytes 36-39  CRC-32 of the message, little-endian
+    bytes 36-39  CRC-32 of all the rest, little-endian
     bytes 40-    DirectoryEntry
 
 Bytes 0-35 keep their meaning in every later format: an old worker still loses against a newer turn.
@@ -51,12 +51,12 @@ def encode(entry: lease_pb2.DirectoryEntry) -> bytes:
     message = entry.SerializeToString()
     if HEADER_BYTES + len(message) > MAX_BYTES:
         raise ValueError(f"an entry has at most {MAX_BYTES} bytes")
-    return b"KVL1%016d%b%b%b" % (
-        entry.turn_start_us,
-        lease_tag(entry.lease_id),
-        zlib.crc32(message).to_bytes(4, "little"),
-        message,
-    )
+    head = b"KVL1%016d%b" % (entry.turn_start_us, lease_tag(entry.lease_id))
+    return head + _checksum(head, message) + message
+
+
+def _checksum(head: bytes, message: bytes) -> bytes:
+    return zlib.crc32(message, zlib.crc32(head)).to_bytes(4, "little")
 
 
 def decode(value: bytes | None) -> lease_pb2.DirectoryEntry | None:
@@ -64,7 +64,7 @@ def decode(value: bytes | None) -> lease_pb2.DirectoryEntry | None:
     if value is None or not HEADER_BYTES < len(value) <= MAX_BYTES or value[:4] != MAGIC + FORMAT:
         return None
     message = value[HEADER_BYTES:]
-    if zlib.crc32(message) != int.from_bytes(value[36:40], "little"):
+    if _checksum(value[:36], message) != value[36:HEADER_BYTES]:
         return None
     try:
         entry = lease_pb2.DirectoryEntry.FromString(message)

@@ -23,15 +23,18 @@ from kvloop.metastore.redis_directory import RedisDirectory
 from kvloop.metastore.registry import WorkerRegistry
 from kvloop.runtime.clock import Clock
 
+DEADLINE_S = 0.025
+CONNECT_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     """How long things may take, and how many at a time."""
 
-    deadline_s: float = guard.DEADLINE_S
-    """Limit of one operation, waiting for a connection included."""
-    connect_s: float = guard.CONNECT_S
-    """Limit of a check, and of one attempt to reach the store again."""
+    deadline_s: float = DEADLINE_S
+    """Limit of one operation, connecting included."""
+    connect_s: float = CONNECT_S
+    """Limit of connecting, which goes on in the background when an operation ran out of time."""
     max_concurrent: int = guard.MAX_CONCURRENT
     """Operations on the way at a time; all go over one connection per node."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -109,12 +112,14 @@ def open_link(target: urls.StoreUrl, options: StoreOptions) -> guard.GuardedLink
     builders = {"single": _single, "unix": _single, "sentinel": _sentinel, "cluster": _cluster}
     return guard.GuardedLink(
         builders[target.kind](target, options),
-        deadline_s=options.deadline_s,
-        connect_s=options.connect_s,
         max_concurrent=options.max_concurrent,
         sleep=options.sleep,
         rng=options.rng,
     )
+
+
+def _limits(options: StoreOptions) -> link.Limits:
+    return link.Limits(options.deadline_s, options.connect_s)
 
 
 def _settings(target: urls.StoreUrl, options: StoreOptions) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def _single(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
         host, port = target.hosts[0]
         settings.update(host=host, port=port, socket_keepalive=True)
         settings.update(_transport(target, Connection, link.TlsConnection))
-    return link.SingleLink(ConnectionPool(db=target.db, **settings), options.connect_s)
+    return link.SingleLink(ConnectionPool(db=target.db, **settings), _limits(options))
 
 
 def _sentinel(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
@@ -173,15 +178,17 @@ def _sentinel(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
         **_settings(target, options),
         **_transport(target, SentinelManagedConnection, link.SentinelTlsConnection),
     )
-    return link.SingleLink(pool, options.connect_s, sentinel)
+    return link.SingleLink(pool, _limits(options), sentinel)
 
 
 def _cluster(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
+    # Nodes are asked for the map of slots one after the other, as sentinels are.
+    share = options.connect_s / (len(target.hosts) + 1)
     client = RedisCluster(
         startup_nodes=[ClusterNode(host, port) for host, port in target.hosts],
         # Part of the slots is worth having.
         require_full_coverage=False,
-        **_settings(target, options),
+        **_settings(target, options) | {"socket_timeout": share, "socket_connect_timeout": share},
     )
     transport = _transport(target, Connection, link.TlsConnection)
     client.connection_kwargs.update(transport)
@@ -190,4 +197,4 @@ def _cluster(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
         node.connection_kwargs.update(
             {key: value for key, value in transport.items() if key == "tls_context"}
         )
-    return link.ClusterLink(client, options.connect_s)
+    return link.ClusterLink(client, _limits(options))

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvloop.metastore.guard import GuardedLink
 from kvloop.metastore.memory import ExpiringTable
+from kvloop.metastore.port import DirectoryUnavailable, Outage
 from kvloop.metastore.scripts import Script
 from kvloop.metastore.ttl import positive_milliseconds
 from kvloop.runtime.clock import Clock, SystemClock
@@ -146,8 +147,10 @@ class RedisFields:
     async def merge(self, field: bytes, sample: str, ttl_s: float) -> str:
         """See Fields."""
         ttl_ms = positive_milliseconds(ttl_s)
-        answer: bytes = await self._link.run(_MERGE, (self._key,), field, sample.encode(), ttl_ms)
-        return answer.decode()
+        answer = await self._link.run(_MERGE, (self._key,), field, sample.encode(), ttl_ms)
+        if not isinstance(answer, bytes):
+            raise DirectoryUnavailable(Outage.OTHER)
+        return answer.decode(errors="replace")
 
     async def remove(self, field: bytes, prefix: bytes) -> bool:
         """See Fields."""
@@ -155,7 +158,9 @@ class RedisFields:
 
     async def all(self) -> dict[bytes, bytes]:
         """See Fields."""
-        flat: list[bytes] = await self._link.run(_ALL, (self._key,))
+        flat = await self._link.run(_ALL, (self._key,))
+        if not isinstance(flat, list) or len(flat) % 2:
+            raise DirectoryUnavailable(Outage.OTHER)
         return dict(zip(flat[::2], flat[1::2], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What bounds the harm of a bad store, as a decorator of a link: deadline, bounded concurrency, breaker.
+"""What bounds the harm of a bad store, as a decorator of a link: breaker and bounded concurrency.
 
 Each node of a cluster has its own breaker, so that a lost node costs the turns of its slots only.
 """
@@ -15,32 +15,28 @@ from kvloop.metastore.link import Link
 from kvloop.metastore.port import DirectoryUnavailable, Outage
 from kvloop.metastore.scripts import Script
 
-DEADLINE_S = 0.025
-CONNECT_S = 1.0
 MAX_CONCURRENT = 1024
+CLOSE_S = 1.0
 
 
 class GuardedLink:
-    """A link whose every operation ends within its deadline, and in DirectoryUnavailable if at all."""
+    """A link whose operations fail with DirectoryUnavailable only, and at once while the store is away."""
 
     def __init__(
         self,
         inner: Link,
         *,
-        deadline_s: float = DEADLINE_S,
-        connect_s: float = CONNECT_S,
         max_concurrent: int = MAX_CONCURRENT,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         rng: random.Random | None = None,
     ) -> None:
-        """Take the link, the time of one operation, and of one probe or check."""
+        """Take the link, how many operations may be on their way, and how probing waits."""
         self._inner = inner
-        self._deadline_s = deadline_s
-        self._connect_s = connect_s
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._max_concurrent = max_concurrent
         self._sleep = sleep
         self._rng = rng
         self._breakers: dict[str, Breaker] = {}
+        self._on_the_way = 0
         self._closed = False
         self.outages: Counter[Outage] = Counter()
         self.attempts = 0
@@ -58,12 +54,25 @@ class GuardedLink:
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | int) -> Any:
         """Run a script; raises DirectoryUnavailable."""
         breaker = self._admit(keys[0])
-        return await self._bounded(breaker, self._inner.run(script, keys, *args))
+        self._on_the_way += 1
+        try:
+            return await self._inner.run(script, keys, *args)
+        except Exception as error:  # noqa: BLE001 - clients of broken servers raise anything
+            # The cause may quote values; it goes no further.
+            raise self._failed(breaker, error) from None
+        finally:
+            self._on_the_way -= 1
 
     async def command(self, name: str, key: bytes, *args: bytes | int | str) -> Any:
         """Run a command; raises DirectoryUnavailable."""
         breaker = self._admit(key)
-        return await self._bounded(breaker, self._inner.command(name, key, *args))
+        self._on_the_way += 1
+        try:
+            return await self._inner.command(name, key, *args)
+        except Exception as error:  # noqa: BLE001
+            raise self._failed(breaker, error) from None
+        finally:
+            self._on_the_way -= 1
 
     def _admit(self, key: bytes) -> Breaker:
         if self._closed:
@@ -75,40 +84,28 @@ class GuardedLink:
             self._breakers[route] = breaker
         if breaker.open:
             raise self._unavailable(Outage.BREAKER)
+        if self._on_the_way >= self._max_concurrent:
+            raise self._unavailable(Outage.POOL)
+        self.attempts += 1
         return breaker
 
-    async def _bounded(self, breaker: Breaker, operation: Awaitable[Any]) -> Any:
-        started = False
-        self.attempts += 1
-        try:
-            async with asyncio.timeout(self._deadline_s), self._slots:
-                started = True
-                return await operation
-        except Exception as error:  # noqa: BLE001 - clients of broken servers raise anything
-            outage = classify(error) if started else Outage.POOL
-            if outage in OPENING and not self._closed:
-                breaker.trip()
-            # The cause may quote values; it goes no further.
-            raise self._unavailable(outage) from None
-        finally:
-            if not started:
-                operation.close()  # type: ignore[attr-defined]
+    def _failed(self, breaker: Breaker, error: Exception) -> DirectoryUnavailable:
+        outage = classify(error)
+        if outage in OPENING and not self._closed:
+            breaker.trip()
+        return self._unavailable(outage)
 
     async def _probe(self, route: str) -> None:
-        async with asyncio.timeout(self._connect_s):
-            present = await self._inner.probe(route, anew=True)
-        if present:
-            # Connected; now as fast as operations need it.
-            async with asyncio.timeout(self._deadline_s):
-                await self._inner.probe(route, anew=False)
+        if not await self._inner.probe(route):
+            # The store has no such node any more, and no key leads to it.
+            self._breakers.pop(route, None)
 
     async def facts(self) -> list[dict[str, str]]:
-        """Return INFO of every primary within the time of a connection; raises DirectoryUnavailable."""
+        """Return INFO of every primary; raises DirectoryUnavailable."""
         if self._closed:
             raise self._unavailable(Outage.CLOSED)
         try:
-            async with asyncio.timeout(self._connect_s):
-                return await self._inner.facts()
+            return await self._inner.facts()
         except Exception as error:  # noqa: BLE001
             raise self._unavailable(classify(error)) from None
 
@@ -121,10 +118,10 @@ class GuardedLink:
         if self._closed:
             return
         self._closed = True
-        for breaker in self._breakers.values():
+        for breaker in list(self._breakers.values()):
             await breaker.close()
         try:
-            async with asyncio.timeout(self._connect_s):
+            async with asyncio.timeout(CLOSE_S):
                 await self._inner.close()
         except Exception as error:  # noqa: BLE001
             self.outages[classify(error)] += 1

@@ -1,24 +1,43 @@
 """A connection to any kind of Redis or Valkey: what scripts run on, and nothing of leases.
 
-Links raise redis-py's errors; guard.py turns them into DirectoryUnavailable and bounds the time. Nothing is
+Links raise redis-py's errors, and TimeoutError; guard.py turns them into DirectoryUnavailable. Nothing is
 retried here but what a cluster redirects.
 """
 
 import asyncio
 import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from redis.asyncio import ConnectionPool, RedisCluster
 from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.connection import SSLConnection
+from redis.asyncio.connection import AbstractConnection, SSLConnection
 from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection
 from redis.exceptions import AskError, ClusterError, MovedError, NoScriptError
 
-from kvloop.metastore.mux import Mux
+from kvloop.metastore.mux import Command, Mux
 from kvloop.metastore.scripts import Script
 
 MAX_REDIRECTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long things may take, in seconds."""
+
+    deadline_s: float
+    """One operation."""
+    connect_s: float
+    """Connecting, and reading the map of slots."""
+
+    def until(self) -> float:
+        """Return the loop's time by which an operation that begins now is over."""
+        return asyncio.get_running_loop().time() + self.deadline_s
+
+    def until_connected(self) -> float:
+        """Return the loop's time by which an operation that connects first is over."""
+        return asyncio.get_running_loop().time() + self.connect_s
 
 
 class Link(Protocol):
@@ -38,11 +57,8 @@ class Link(Protocol):
         """Return the name of the node that owns the key, as far as known; one name when there is one."""
         ...
 
-    async def probe(self, route: str, *, anew: bool) -> bool:
-        """Return True when the node answers, False when the store no longer has it.
-
-        anew: over a connection of its own making.
-        """
+    async def probe(self, route: str) -> bool:
+        """Return True when the node answers in time over a new connection, False when it is no longer one."""
         ...
 
     async def facts(self) -> list[dict[str, str]]:
@@ -75,37 +91,38 @@ class SingleLink:
 
     clustered = False
 
-    def __init__(self, pool: ConnectionPool, connect_s: float, sentinel: Sentinel | None = None) -> None:
+    def __init__(self, pool: ConnectionPool, limits: Limits, sentinel: Sentinel | None = None) -> None:
         """Take a pool, of which only the settings are used, and the sentinels to close with it."""
         self._pool = pool
-        self._mux = Mux(pool.make_connection, connect_s)
+        self._limits = limits
+        self._mux = Mux(pool.make_connection, limits.connect_s)
         self._sentinel = sentinel
 
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | int) -> Any:
         """Run a script; EVAL when the server doesn't know it, which also makes it known."""
+        until = self._limits.until()
         try:
-            return await self._mux.execute("EVALSHA", script.sha, len(keys), *keys, *args)
+            return await self._mux.execute(("EVALSHA", script.sha, len(keys), *keys, *args), until)
         except NoScriptError:
-            return await self._mux.execute("EVAL", script.source, len(keys), *keys, *args)
+            return await self._mux.execute(("EVAL", script.source, len(keys), *keys, *args), until)
 
     async def command(self, name: str, key: bytes, *args: bytes | int | str) -> Any:
         """Run a command."""
-        return await self._mux.execute(name, key, *args)
+        return await self._mux.execute((name, key, *args), self._limits.until())
 
     def route(self, key: bytes) -> str:
         """Return the one name."""
         return ""
 
-    async def probe(self, route: str, *, anew: bool) -> bool:
-        """Ping."""
-        if anew:
-            await self._mux.reset()
-        await self._mux.execute("PING")
+    async def probe(self, route: str) -> bool:
+        """Ping over a new connection."""
+        await self._mux.reset()
+        await self._mux.execute(("PING",), self._limits.until())
         return True
 
     async def facts(self) -> list[dict[str, str]]:
         """Return INFO of the primary."""
-        return [_info(await self._mux.execute("INFO"))]
+        return [_info(await self._mux.execute(("INFO",), self._limits.until_connected()))]
 
     async def close(self) -> None:
         """Close the connection, and those to sentinels."""
@@ -119,33 +136,35 @@ class ClusterLink:
 
     clustered = True
 
-    def __init__(self, client: RedisCluster, connect_s: float) -> None:
+    def __init__(self, client: RedisCluster, limits: Limits) -> None:
         """Take a cluster client, of which only the map of slots is used."""
         self._slots = client.nodes_manager
         self._client = client
-        self._connect_s = connect_s
+        self._limits = limits
         self._muxes: dict[str, Mux] = {}
         self._mapping: asyncio.Task[None] | None = None
 
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | int) -> Any:
         """Run a script; EVAL when that node doesn't know it, which also makes it known there."""
+        until = self._limits.until()
         try:
-            return await self._execute(keys[0], "EVALSHA", script.sha, len(keys), *keys, *args)
+            return await self._execute(keys[0], ("EVALSHA", script.sha, len(keys), *keys, *args), until)
         except NoScriptError:
-            return await self._execute(keys[0], "EVAL", script.source, len(keys), *keys, *args)
+            return await self._execute(keys[0], ("EVAL", script.source, len(keys), *keys, *args), until)
 
     async def command(self, name: str, key: bytes, *args: bytes | int | str) -> Any:
         """Run a command."""
-        return await self._execute(key, name, key, *args)
+        return await self._execute(key, (name, key, *args), self._limits.until())
 
-    async def _execute(self, key: bytes, *command: bytes | int | str) -> Any:
+    async def _execute(self, key: bytes, command: Command, until: float) -> Any:
         if not self._slots.slots_cache:
-            await self._map()
+            async with asyncio.timeout_at(until):
+                await self._map()
         node = self._slots.get_node_from_slot(self._client.keyslot(key))
         asking = False
         for _ in range(MAX_REDIRECTS):
             try:
-                return await self._mux(node).execute(*command, asking=asking)
+                return await self._mux(node).execute(command, until, asking=asking)
             except MovedError as error:
                 await self._slots.move_slot(error)
                 node = self._slots.get_node_from_slot(error.slot_id)
@@ -160,37 +179,39 @@ class ClusterLink:
     def _mux(self, node: ClusterNode) -> Mux:
         mux = self._muxes.get(node.name)
         if mux is None:
-            mux = self._muxes[node.name] = Mux(
-                lambda: node.connection_class(**node.connection_kwargs), self._connect_s
-            )
+            mux = self._muxes[node.name] = Mux(lambda: _connection_to(node), self._limits.connect_s)
         return mux
 
     async def _map(self) -> None:
         """Read the map of slots, one reading at a time, which nobody's deadline ends."""
         if self._mapping is None or self._mapping.done():
-            self._mapping = asyncio.create_task(self._slots.initialize(), name="store-slots")
+            self._mapping = asyncio.create_task(self._read_map(), name="store-slots")
             self._mapping.add_done_callback(_retrieve)
         await asyncio.shield(self._mapping)
+
+    async def _read_map(self) -> None:
+        async with asyncio.timeout(self._limits.connect_s):
+            await self._slots.initialize()
 
     def route(self, key: bytes) -> str:
         """Return the name of the slot's primary; "" before the slots are known."""
         nodes = self._slots.slots_cache.get(self._client.keyslot(key))
         return nodes[0].name if nodes else ""
 
-    async def probe(self, route: str, *, anew: bool) -> bool:
-        """Ping the node, or all of them for ""; anew: after reading the map of slots again."""
-        if anew:
-            await self._map()
-        nodes = [node for node in self._client.get_primaries() if route in {"", node.name}]
-        if anew:
-            await asyncio.gather(*(self._mux(node).reset() for node in nodes))
-        await asyncio.gather(*(self._mux(node).execute("PING") for node in nodes))
-        return bool(nodes)
+    async def probe(self, route: str) -> bool:
+        """Read the map of slots again and ping the node over a new connection, or all of them for ""."""
+        await self._map()
+        muxes = [self._mux(node) for node in self._client.get_primaries() if route in {"", node.name}]
+        await asyncio.gather(*(mux.reset() for mux in muxes))
+        await asyncio.gather(*(mux.execute(("PING",), self._limits.until()) for mux in muxes))
+        return bool(muxes)
 
     async def facts(self) -> list[dict[str, str]]:
         """Return INFO of every primary."""
+        until = self._limits.until_connected()
         await self._map()
-        return [_info(await self._mux(node).execute("INFO")) for node in self._client.get_primaries()]
+        muxes = [self._mux(node) for node in self._client.get_primaries()]
+        return [_info(await mux.execute(("INFO",), until)) for mux in muxes]
 
     async def close(self) -> None:
         """Close every node's connections."""
@@ -201,6 +222,11 @@ class ClusterLink:
             await mux.close()
         await self._slots.aclose()
         await self._slots.aclose("startup_nodes")
+
+
+def _connection_to(node: ClusterNode) -> AbstractConnection:
+    # The timeout per socket is for reading the map of slots; a connection of ours waits for answers at rest.
+    return node.connection_class(**{**node.connection_kwargs, "socket_timeout": None})
 
 
 def _info(answer: bytes) -> dict[str, str]:

@@ -18,6 +18,10 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
+STALL_S = 0.005
+
+Command = tuple[bytes | int | str, ...]
+
 
 class Mux:
     """One node's connection, made anew when it broke."""
@@ -29,18 +33,20 @@ class Mux:
         self._session: _Session | None = None
         self._connecting: asyncio.Task[_Session] | None = None
         self._closed = False
+        self._ending: set[asyncio.Task[None]] = set()
 
-    async def execute(self, *command: bytes | int | str, asking: bool = False) -> Any:
+    async def execute(self, command: Command, until: float, *, asking: bool = False) -> Any:
         """Return the answer of one command; raises what redis-py raises.
 
-        asking precedes it with ASKING, with nothing in between.
+        until is the loop's time by which TimeoutError is raised. asking precedes the command with ASKING,
+        with nothing in between.
         """
         session = self._session
         if session is None or session.ended:
-            session = await self._connect()
-        answer = session.submit(command, asking)
+            async with asyncio.timeout_at(until):
+                session = await self._connect()
         try:
-            return await answer
+            return await session.submit(command, until, asking)
         except ReadOnlyError:
             # The server was demoted: behind a name or Sentinel, a new connection finds the new primary.
             session.end(RedisConnectionError("demoted"))
@@ -68,8 +74,13 @@ class Mux:
         except BaseException:
             await connection.disconnect(nowait=True)
             raise
-        self._session = _Session(connection)
+        self._session = _Session(connection, self._ended)
         return self._session
+
+    def _ended(self, session: "_Session") -> None:
+        task = asyncio.create_task(session.gone(), name="store-disconnect")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _opened(self, task: "asyncio.Task[_Session]") -> None:
         self._connecting = None
@@ -85,14 +96,15 @@ class Mux:
             await asyncio.gather(self._connecting, return_exceptions=True)
         if self._session is not None:
             self._session.end(RedisConnectionError("closed"))
-            await self._session.gone()
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
 
 class _Session:
     """The life of one connection: what is on its way, in order."""
 
-    def __init__(self, connection: AbstractConnection) -> None:
+    def __init__(self, connection: AbstractConnection, on_end: "Callable[[_Session], None]") -> None:
         self._connection = connection
+        self._on_end = on_end
         self._pending: deque[asyncio.Future[Any]] = deque()
         self._out: list[bytes] = []
         self._wake = asyncio.Event()
@@ -103,20 +115,35 @@ class _Session:
             asyncio.create_task(self._write(), name="store-write"),
         ]
 
-    def submit(self, command: tuple[bytes | int | str, ...], asking: bool) -> "asyncio.Future[Any]":
-        """Send a command with the others of this tick; the future has its answer."""
+    async def submit(self, command: Command, until: float, asking: bool) -> Any:
+        """Send a command with the others of this tick, and return its answer."""
         if self.ended:
             raise RedisConnectionError("broken")
         if asking:
             self._add(("ASKING",)).add_done_callback(_retrieve)
-        return self._add(command)
+        answer = self._add(command)
+        timer = self._loop.call_at(until, self._expire, answer, until)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
 
-    def _add(self, command: tuple[bytes | int | str, ...]) -> "asyncio.Future[Any]":
+    def _add(self, command: Command) -> "asyncio.Future[Any]":
         self._out.extend(self._connection.pack_command(*command))
         future: asyncio.Future[Any] = self._loop.create_future()
         self._pending.append(future)
         self._wake.set()
         return future
+
+    def _expire(self, answer: "asyncio.Future[Any]", until: float) -> None:
+        if answer.done():
+            return
+        now = self._loop.time()
+        if now - until > STALL_S:
+            # It was this loop that stood still, maybe not the store: the answer may lie in the socket.
+            self._loop.call_at(now + STALL_S, self._expire, answer, now + STALL_S)
+        else:
+            answer.set_exception(TimeoutError())
 
     async def _write(self) -> None:
         try:
@@ -160,19 +187,17 @@ class _Session:
         self.ended = True
         # The reader ends with the stream, the writer by itself: cancelling would leave the socket behind.
         self._wake.set()
-        self._tasks.append(asyncio.create_task(self._disconnect(), name="store-disconnect"))
+        self._on_end(self)
         failure = RedisConnectionError(type(error).__name__)
         for future in self._pending:
             if not future.done():
                 future.set_exception(failure)
         self._pending.clear()
 
-    async def _disconnect(self) -> None:
+    async def gone(self) -> None:
+        """Disconnect, and return when nothing of the session runs any more."""
         with contextlib.suppress(RedisError, OSError):
             await self._connection.disconnect()
-
-    async def gone(self) -> None:
-        """Return when nothing of the session runs any more."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

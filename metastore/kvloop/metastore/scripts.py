@@ -5,11 +5,13 @@ keys is a miss and costs no memory. Writes set value and TTL in one command.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvloop.metastore import codec
+from kvloop.metastore.port import DirectoryUnavailable, Outage
 
 MAX_HINT_SCOPES = 4
 MAX_HINT_BYTES = 512
@@ -186,16 +188,33 @@ return answer
 )
 
 
+@contextmanager
+def _shaped() -> Iterator[None]:
+    """Turn an answer of another shape, which only something else than a store gives, into an outage."""
+    try:
+        yield
+    except (ValueError, TypeError):
+        raise DirectoryUnavailable(Outage.OTHER) from None
+
+
+def _clock(seconds: bytes, micros: bytes) -> int:
+    return int(seconds) * 1_000_000 + int(micros)
+
+
 async def lookup(runner: Runner, key: bytes) -> RawFound:
     """Return the value under a lease key with its TTL, and the store's time."""
-    value, ttl_ms, seconds, micros = await runner.run(_LOOKUP, (key,))
-    return RawFound(value, ttl_ms, int(seconds) * 1_000_000 + int(micros))
+    answer = await runner.run(_LOOKUP, (key,))
+    with _shaped():
+        value, ttl_ms, seconds, micros = answer
+        return RawFound(value, ttl_ms, _clock(seconds, micros))
 
 
 async def publish(runner: Runner, key: bytes, value: bytes, ttl_ms: int) -> tuple[bool, bytes | None]:
     """Write a value unless a later-started turn's stands; return whether, and what was displaced."""
-    won, displaced = await runner.run(_PUBLISH, (key,), value, ttl_ms)
-    return won == 1, displaced
+    answer = await runner.run(_PUBLISH, (key,), value, ttl_ms)
+    with _shaped():
+        won, displaced = answer
+        return won == 1, displaced
 
 
 async def remove(runner: Runner, key: bytes, lease_tag: bytes) -> bool:
@@ -210,12 +229,16 @@ async def put_hints(runner: Runner, keys: Sequence[bytes], scope_tag: bytes, ttl
 
 async def find(runner: Runner, keys: Sequence[bytes]) -> RawHint:
     """Return the first live lease that the hints lead to; standalone servers only."""
-    position, scope_tag, value, ttl_ms, seconds, micros = await runner.run(_FIND, keys)
-    return RawHint(position - 1, scope_tag, RawFound(value, ttl_ms, int(seconds) * 1_000_000 + int(micros)))
+    answer = await runner.run(_FIND, keys)
+    with _shaped():
+        position, scope_tag, value, ttl_ms, seconds, micros = answer
+        return RawHint(position - 1, scope_tag, RawFound(value, ttl_ms, _clock(seconds, micros)))
 
 
 async def hinted_scopes(runner: Runner, keys: Sequence[bytes]) -> tuple[int, list[tuple[int, bytes]]]:
     """Return the store's time and the scopes that the hints lead to, with the key's position."""
-    seconds, micros, *rest = await runner.run(_SCOPES, keys)
-    pairs = [(position - 1, scope_tag) for position, scope_tag in zip(rest[::2], rest[1::2], strict=True)]
-    return int(seconds) * 1_000_000 + int(micros), pairs
+    answer = await runner.run(_SCOPES, keys)
+    with _shaped():
+        seconds, micros, *rest = answer
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        return _clock(seconds, micros), [(position - 1, scope_tag) for position, scope_tag in pairs]
