@@ -1,5 +1,7 @@
 """What an answer is, and what ends it."""
 
+from typing import Any
+
 import pytest
 from sim_rig import Rig, greedy, prefill, say, some_ids, terms
 
@@ -103,7 +105,7 @@ async def test_a_stop_string_ends_within_a_token_and_is_held(rig: Rig, include: 
 async def test_seeds_name_answers_and_nothing_names_the_others(rig: Rig) -> None:
     engine = await rig.engine()
 
-    def warm(**seed: int) -> sampling_pb2.SamplingParams:
+    def warm(**seed: Any) -> sampling_pb2.SamplingParams:
         return sampling_pb2.SamplingParams(temperature=0.7, max_tokens=8, ignore_eos=True, **seed)
 
     seeded = (await say(engine, PROMPT, sampling=warm(seed=1))).ids
@@ -134,7 +136,7 @@ async def test_allowed_tokens_and_logprobs(rig: Rig) -> None:
         ({"max_tokens": 483}, "sampling.max_tokens"),
     ],
 )
-async def test_bad_parameters_are_named(rig: Rig, sampling: dict[str, object], field: str) -> None:
+async def test_bad_parameters_are_named(rig: Rig, sampling: dict[str, Any], field: str) -> None:
     engine = await rig.engine()
     with pytest.raises(Failure) as caught:
         await say(engine, PROMPT, sampling=sampling_pb2.SamplingParams(**sampling))

@@ -242,11 +242,13 @@ def test_contradictions_are_refused() -> None:
 
 
 async def test_made_from_a_workers_settings() -> None:
-    settings = EngineSettings(
-        engine="simulated",
-        model="qwen3-32b-h200",
-        kv_recompute_threshold=7,
-        extra_engine_args={"time_scale": 0.5, "num_blocks": 4_000},
+    settings = EngineSettings.model_validate(
+        {
+            "engine": "simulated",
+            "model": "qwen3-32b-h200",
+            "kv_recompute_threshold": 7,
+            "extra_engine_args": {"time_scale": 0.5, "num_blocks": 4_000},
+        }
     )
     engine = create_engine(settings, "decode")
     assert isinstance(engine, SimulatedEngine)
@@ -257,4 +259,22 @@ async def test_made_from_a_workers_settings() -> None:
     assert engine.facts.model_name == "qwen3-32b-h200"
     await engine.stop()
     with pytest.raises(ValueError, match="means nothing"):
-        SimulatedSettings.from_engine_settings(EngineSettings(extra_engine_args={"swap_space": 1}))
+        SimulatedSettings.from_engine_settings(
+            EngineSettings.model_validate({"extra_engine_args": {"swap_space": 1}})
+        )
+
+
+async def test_a_hundred_engines_of_one_process_read_from_each_other(rig: Rig) -> None:
+    ps = [await rig.engine("prefill") for _ in range(50)]
+    ds = [await rig.engine("decode") for _ in range(50)]
+
+    async def conversation(at: int) -> tuple[list[int], list[int]]:
+        history = some_ids(40, seed=at)
+        said = await say(ds[at], history, hold=terms("a"))
+        prompt = history + said.ids
+        outcome = await prefill(ps[at], prompt, await ds[at].begin_read("a", 47, 20.0))
+        assert outcome.sources.external == 47
+        return prompt, (await say(ds[(at + 1) % 50], prompt, handle_json=outcome.handle_json)).ids
+
+    for prompt, ids in await asyncio.gather(*(conversation(at) for at in range(50))):
+        assert ids == await rig.cold(prompt)

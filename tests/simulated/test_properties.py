@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, settings
@@ -16,7 +16,12 @@ from kvloop.runtime.errors import Failure
 
 T = TypeVar("T")
 QUIET = 2_000
-TIGHT = {"num_blocks": 48, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 24}
+TIGHT: dict[str, Any] = {
+    "num_blocks": 48,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 24,
+}
 LONGEST = 100
 
 fresh = st.integers(0, 3)
@@ -26,6 +31,16 @@ fresh = st.integers(0, 3)
 def suffix(seed: int, count: int) -> list[int]:
     dice = random.Random(seed)
     return [dice.randrange(3, 32_000) for _ in range(count)]
+
+
+async def unless(reason: str, awaitable: Awaitable[T]) -> T | None:
+    """Return what comes, or None when it fails for that reason."""
+    try:
+        return await awaitable
+    except Failure as failure:
+        if failure.reason_name != reason:
+            raise
+        return None
 
 
 class Turns(RuleBasedStateMachine):
@@ -67,12 +82,9 @@ class Turns(RuleBasedStateMachine):
         proven = digests.common_prefix(b"k", tokens.pack(held), lengths, claimed)
         if not proven:
             return None
-        try:
-            grant = await self.d[at].begin_read(lease_id, proven, 20.0)
-        except Failure as failure:
-            assert failure.reason_name == "LEASE_NOT_FOUND"
-            return None
-        self.grants.append((at, lease_id, grant))
+        grant = await unless("LEASE_NOT_FOUND", self.d[at].begin_read(lease_id, proven, 20.0))
+        if grant is not None:
+            self.grants.append((at, lease_id, grant))
         return grant
 
     async def turn(self, prompt: list[int], at: int, pick: int | None, length: int, hold: bool) -> list[int]:
@@ -191,20 +203,39 @@ class Turns(RuleBasedStateMachine):
         at, lease_id, grant = self.grants.pop(pick % len(self.grants))
         self.do(self.d[at].end_read(lease_id, grant.read_id))
 
-    @precondition(lambda self: self.grants)
-    @rule(pick=st.integers(0, 50), at=st.integers(0, 1), which=st.integers(0, 5))
-    def read_late_or_wrong(self, pick: int, at: int, which: int) -> None:
-        _, _, grant = self.grants[pick % len(self.grants)]
-        prompt = self.prompt(which, LONGEST, 3, 9)
-
-        async def tried() -> None:
-            try:
-                await prefill(self.p[at], prompt, grant)
-            except Failure as failure:
-                assert failure.reason_name == "KV_READ_FAILED"
-
-        self.do(tried())
-        self.check(prompt, self.do(self.turn(prompt, at, None, 3, False)))
+    @rule(
+        pick=st.integers(0, 50),
+        at=st.integers(0, 3),
+        changed=st.none() | st.integers(0, LONGEST),
+        ended=st.booleans(),
+        seconds=st.sampled_from([0.0, 10.0, 21.0, 31.0]),
+        busy=st.booleans(),
+    )
+    def read_late_or_wrong(
+        self, pick: int, at: int, changed: int | None, ended: bool, seconds: float, busy: bool
+    ) -> None:
+        p, d = self.p[at % 2], self.d[at // 2]
+        self.count += 1
+        self.do(self.decode(suffix(self.count, 40), at, f"lease{self.count}", None, 6, True))
+        holder, lease_id, held = self.leases[pick % len(self.leases)]
+        grant = self.do(unless("LEASE_NOT_FOUND", self.d[holder].begin_read(lease_id, len(held), 20.0)))
+        if grant is None:
+            return
+        if ended:
+            self.do(self.d[holder].release(lease_id))
+        self.loop.run_until_complete(self.rig.clock.advance(seconds))
+        if busy:
+            for more in range(2):
+                traffic = suffix(1_000 * self.count + more, LONGEST)
+                self.do(say(self.d[holder], traffic, sampling=greedy(20)))
+        ids = held.copy()
+        if changed is not None:
+            ids[changed % len(ids)] += 1
+        prompt = (ids + suffix(9, 5))[: LONGEST + 5]
+        outcome = self.do(unless("KV_READ_FAILED", prefill(p, prompt, grant)))
+        if outcome is not None:
+            self.check(prompt, self.do(say(d, prompt, handle_json=outcome.handle_json)).ids)
+        self.check(prompt, self.do(say(p, prompt)).ids)
 
     @rule(seconds=st.floats(0.1, 60.0))
     def let_time_pass(self, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from sim_rig import Rig, free_blocks, greedy, prefill, say, some_ids, terms
@@ -15,7 +16,7 @@ HISTORY = some_ids(40)
 MORE = some_ids(10, seed=1)
 
 
-async def pair(rig: Rig, **settings: object) -> tuple[SimulatedEngine, SimulatedEngine]:
+async def pair(rig: Rig, **settings: Any) -> tuple[SimulatedEngine, SimulatedEngine]:
     return await rig.engine("prefill", **settings), await rig.engine("decode", **settings)
 
 
@@ -347,7 +348,7 @@ async def test_other_weights_under_the_same_name_show(rig: Rig) -> None:
 
 
 async def test_engines_without_readback(rig: Rig) -> None:
-    p, d = await pair(rig)
+    d = await rig.engine("decode")
     held = await first_turn(d)
     one_way = await rig.engine("prefill", bidirectional_kv_xfer=False)
     assert await refusal(prefill(one_way, held + MORE, await d.begin_read("a", 47, 20.0))) == "fields"

@@ -1,6 +1,7 @@
 """Queues, chunks, preemption, and what time it takes."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable
 from typing import Any
 
@@ -71,14 +72,14 @@ async def arrivals(rig: Rig, engine: SimulatedEngine, ids: list[int], count: int
 async def test_chunks_of_a_prompt_slow_running_streams(rig: Rig) -> None:
     d = await rig.engine("decode", **{**BIG, "max_num_batched_tokens": 2_048})
     alone = await rig.run(arrivals(rig, d, some_ids(32), 20))
-    steps = [later - sooner for sooner, later in zip(alone, alone[1:], strict=False)]
+    steps = [later - sooner for sooner, later in itertools.pairwise(alone)]
     assert max(steps) == pytest.approx(QWEN.decode(1))
     crowded, _ = await rig.run(
         asyncio.gather(
             arrivals(rig, d, some_ids(32, seed=1), 20), say(d, some_ids(8_000), sampling=greedy(1))
         )
     )
-    steps = [later - sooner for sooner, later in zip(crowded, crowded[1:], strict=False)]
+    steps = [later - sooner for sooner, later in itertools.pairwise(crowded)]
     slow = [step for step in steps if step > 2 * QWEN.decode(1)]
     assert len(slow) == 3, "four chunks, of which the first runs beside the stream's own prompt"
 
