@@ -5,6 +5,7 @@ template, no weights and no GPU. vllm is imported on first use: it takes seconds
 not.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -38,7 +39,10 @@ def prepare_environment(settings: GatewaySettings) -> None:
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_API_KEY"):
         os.environ.pop(name, None)
     os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+        # Its serving code logs a traceback for every refused request, and some repeat the input.
+        logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Connectors and engine hooks are other processes' affair.
     os.environ.setdefault("VLLM_PLUGINS", "")
@@ -121,8 +125,10 @@ def validation_problem(errors: Sequence[Any]) -> Problem:
     text = str(first.get("msg", "is not valid")).removeprefix("Value error, ")
     cause = (first.get("ctx") or {}).get("error")
     param = getattr(cause, "parameter", None) or named or None
-    if cause is not None and cause.args:
+    if isinstance(cause, Exception) and cause.args:
         text = str(cause.args[0])
+    elif isinstance(cause, str):
+        text = f"{text}: {cause}"
     return Problem(int(HTTPStatus.BAD_REQUEST), f"{named}: {text}" if named else text, param)
 
 

@@ -134,7 +134,7 @@ class Reply:
         self._here = here
         self._holds = path in TURNS
         self._anthropic = path.startswith("/v1/messages")
-        self._named_events = path in ("/v1/responses", "/v1/messages")
+        self._path = path
         self._client_id = client_id
         self._start: Message | None = None
         self._held: list[bytes] = []
@@ -164,14 +164,15 @@ class Reply:
         if not self._started:
             await self._replace(problem)
         else:
-            tail = b""
-            if self._streams:
-                tail = sse.failed(problem.body(anthropic=self._anthropic), named=self._named_events)
-            await self._pass(tail, more=False)
+            await self._pass(self._broken(problem) if self._streams else b"", more=False)
 
     async def _body(self, body: bytes, *, more: bool) -> None:
         assert self._start is not None
         if self._started:
+            if self._streams and self._here.problem is not None:
+                # vLLM's own words for it differ from API to API, and some repeat what they could not read.
+                await self._pass(self._broken(self._here.problem), more=False)
+                return
             await self._pass(self._completed(body), more=more)
             return
         if self._holds and self._here.problem is not None:
@@ -187,6 +188,13 @@ class Reply:
             return
         await self._open(self._start["status"], self._start.get("headers", ()))
         await self._pass(self._completed(content), more=more)
+
+    def _broken(self, problem: Problem) -> bytes:
+        if self._path == "/v1/responses":
+            return sse.named_error(problem.event())
+        if self._anthropic:
+            return sse.named_error(problem.body(anthropic=True))
+        return sse.error(problem.body())
 
     def _completed(self, body: bytes) -> bytes:
         if not (self._streams and self._here.summaries):

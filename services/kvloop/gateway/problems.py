@@ -78,6 +78,11 @@ class Problem:
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return {"error": error}
 
+    def event(self) -> dict[str, Any]:
+        """Return the event by which a stream of OpenAI's Responses API tells it."""
+        code = (self.reason or HTTPStatus(self.status).phrase).lower()
+        return {"type": "error", "code": code, "message": self.message, "param": self.param}
+
 
 def from_failure(failure: Failure) -> Problem:
     """Return the problem that a failure is to an HTTP client."""

@@ -35,10 +35,14 @@ def complete(event: bytes, report: Report, cached: Callable[[], int]) -> bytes:
     return b"\n".join(lines)
 
 
-def failed(problem_body: dict[str, Any], *, named: bool) -> bytes:
-    """Return the event that ends a stream which can't go on; named: with an event name."""
-    head = b"event: error\n" if named else b""
-    return head + _DATA + json.dumps(problem_body).encode() + b"\n\n"
+def error(body: dict[str, Any]) -> bytes:
+    """Return the events that end a stream of chunks which can't go on."""
+    return _DATA + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def named_error(body: dict[str, Any]) -> bytes:
+    """Return the event that ends a stream of named events which can't go on."""
+    return b"event: error\n" + _DATA + json.dumps(body).encode() + b"\n\n"
 
 
 def _complete(
