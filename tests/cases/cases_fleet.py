@@ -20,6 +20,8 @@ from kvloop.engine.simulated.cost import PRESETS
 THRESHOLD = 32
 TENANTS = {"alpha": "token-of-alpha", "beta": "token-of-beta"}
 SIMULATED_VOCABULARY = 32_000
+PATIENT = {"directory_timeout_ms": 2000.0}
+"""What is left to chance in production, a busy test machine must not decide."""
 SIMULATED_PRESET = "qwen3-32b-h200"
 
 
@@ -95,11 +97,11 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
     settings, facts = _vllm(model_dir()) if engine == "vllm" else _simulated()
     main, bare, decode = (f"127.0.0.1:{port}" for port in free_ports(3))
     tokens = str(_tokens_file(folder))
-    link = {"decode_endpoints": decode, "tokens_file": tokens, "info_interval_s": 0.2}
+    link = {"decode_endpoints": decode, "tokens_file": tokens, "info_interval_s": 0.2, **PATIENT}
     plan = FleetPlan(
         prefill=(
-            {"listen": main, "enable_prefix_caching": True},
-            {"listen": bare, "enable_prefix_caching": False},
+            {"listen": main, "enable_prefix_caching": True, "begin_read_timeout_s": 5.0},
+            {"listen": bare, "enable_prefix_caching": False, "begin_read_timeout_s": 5.0},
         ),
         decode=({"listen": decode, "enable_prefix_caching": True},),
         routers=(
@@ -107,7 +109,7 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
             {**link, "prefill_endpoints": bare},
             {**link, "prefill_endpoints": main},
         ),
-        workers={**settings, "kv_recompute_threshold": THRESHOLD, "test_hooks": True},
+        workers={**settings, "kv_recompute_threshold": THRESHOLD, "test_hooks": True, **PATIENT},
     )
     async with Fleet(plan, folder / "parts") as fleet:
         ends = {name: Endpoint(fleet.endpoint(name)) for name in fleet.parts if name != "store"}

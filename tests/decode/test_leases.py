@@ -154,7 +154,7 @@ async def test_another_worker_s_displaced_lease_is_reported(pair: Pair) -> None:
 
 
 async def test_e1_time_over_before_lookup() -> None:
-    async with open_pair(decode={"directory_margin": 0.0}) as pair:
+    async with open_pair(decode={"directory_margin_s": 0.0}) as pair:
         await pair.play(HISTORY, retention=ttl(0.2))
 
         async def gone() -> bool:
@@ -191,7 +191,7 @@ async def test_a_lost_event_of_an_ending_costs_nothing(pair: Pair) -> None:
 
 
 async def test_ttl_is_capped() -> None:
-    async with open_pair(decode={"max_ttl": 90.0}) as pair:
+    async with open_pair(decode={"max_ttl_s": 90.0}) as pair:
         one = await pair.play(HISTORY, retention=ttl(10_000))
         assert one.summary.lease.remaining_time.seconds <= 90
 
@@ -282,7 +282,7 @@ async def test_f7_directory_down_at_publish(recovers: bool) -> None:
     store = open_store("memory://")
     moody = Moody(store.directory)
     object.__setattr__(store, "directory", moody)
-    async with open_pair(store=store, decode={"publish_bound": 60.0 if recovers else 0.2}) as pair:
+    async with open_pair(store=store, decode={"publish_bound_s": 60.0 if recovers else 0.2}) as pair:
         scope = scope_of("c", start=5)
         prefilled = await pair.run_prefill(HISTORY, scope, None)
         moody.down = True
@@ -362,7 +362,7 @@ async def test_pins_are_capped_and_lapse_by_themselves(pair: Pair) -> None:
 
 
 async def test_a_draining_worker_serves_leases_until_the_limit() -> None:
-    async with open_pair(decode={"drain_limit": 0.5}) as pair:
+    async with open_pair(decode={"drain_limit_s": 0.5}) as pair:
         await pair.play(HISTORY)
         source = await found(pair)
         draining = asyncio.create_task(pair.decode_app.drain())

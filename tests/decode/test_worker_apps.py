@@ -23,8 +23,8 @@ from kvloop.runtime.server import LIVENESS, ServerError
         ({"listen": "0.0.0.0:1"}, "advertise"),
         ({"listen": "[::]:1"}, "advertise"),
         ({"advertise": "host:0"}, "advertise"),
-        ({"pin": 200.0}, "max_pin"),
-        ({"decoder_kv_blocks_ttl": 5000.0}, "max_ttl"),
+        ({"pin_s": 200.0}, "max_pin_s"),
+        ({"decoder_kv_blocks_ttl": 5000.0}, "max_ttl_s"),
         ({"unknown": 1}, "no such setting"),
     ],
 )
@@ -41,7 +41,7 @@ def test_prefill_settings() -> None:
 
 
 async def test_from_settings_alone() -> None:
-    common = {"engine": "simulated", "listen": "127.0.0.1:0", "stop_grace": 0.0}
+    common = {"engine": "simulated", "listen": "127.0.0.1:0", "stop_grace_s": 0.0}
     apps: list[DecodeApp | PrefillApp] = [
         DecodeApp(DecodeSettings.load(flags=common)),
         PrefillApp(PrefillSettings.load(flags=common)),

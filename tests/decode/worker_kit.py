@@ -276,7 +276,7 @@ async def open_pair(
         "prefill",
         fabric=fabric,
     )
-    common = {"engine": "simulated", "listen": "127.0.0.1:0", "stop_grace": 0.0}
+    common = {"engine": "simulated", "listen": "127.0.0.1:0", "stop_grace_s": 0.0}
     store = store or open_store("memory://")
     d_app = DecodeApp(
         DecodeSettings.load(flags=common | {"decoder_kv_blocks_ttl": 60.0} | (decode or {})),

@@ -221,7 +221,7 @@ async def test_a_caller_that_leaves_holds_nothing() -> None:
 
 
 async def test_a_mute_holder_costs_one_timeout_then_rests() -> None:
-    async with MuteServer() as mute, open_pair(prefill={"begin_read_timeout": 0.05}) as pair:
+    async with MuteServer() as mute, open_pair(prefill={"begin_read_timeout_s": 0.05}) as pair:
         for _ in range(2):
             answer = await pair.run_prefill(HISTORY, scope_of("c"), mute.source)
             assert answer.reuse.reason == turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE

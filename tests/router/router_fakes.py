@@ -400,7 +400,7 @@ class FakeFleet:
             "decode_endpoints": tuple(d.host.endpoint for d in self.decodes),
             "fleet_secret": SECRET,
             "info_interval_s": 0.05,
-            "lookup_timeout_ms": 2000.0,
+            "directory_timeout_ms": 2000.0,
         }
         return RouterSettings(**(values | changes))
 

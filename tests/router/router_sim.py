@@ -106,7 +106,7 @@ class SimFleet:
             "fleet_secret": SECRET,
             "info_interval_s": 0.1,
             "info_timeout_s": 10.0,
-            "lookup_timeout_ms": 10_000.0,
+            "directory_timeout_ms": 10_000.0,
         }
         app = RouterApp(RouterSettings(**(values | changes)), directory=self.store.directory)
         self.stack.push_async_callback(app.stop)

@@ -48,7 +48,7 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ({"fleet_secret": SECRET, "fleet_secret_file": "f"}, "keep one"),
         ({"reuse": False, "kv_recompute_threshold": 1}, "no effect while reuse is off"),
         ({"max_attempts": 0}, "max_attempts"),
-        ({"lookup_timeout_ms": 0}, "lookup_timeout_ms"),
+        ({"directory_timeout_ms": 0}, "directory_timeout_ms"),
         ({"no_such_name": 1}, "no such setting"),
     ],
 )

@@ -215,7 +215,7 @@ async def test_an_override_of_the_threshold_counts() -> None:
 
 async def test_directory_down_or_stuck_makes_cold_turns() -> None:
     async with fake_fleet() as fleet:
-        app = await fleet.router(lookup_timeout_ms=30.0)
+        app = await fleet.router(directory_timeout_ms=30.0)
         client = await fleet.client(app)
         await client.say(LONG)
         fleet.directory.down = True

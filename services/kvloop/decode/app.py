@@ -70,7 +70,7 @@ class DecodeApp:
         if parts is None:
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.drain_limit):
+            async with asyncio.timeout(self._settings.drain_limit_s):
                 await parts.turns.finished()
                 while len(parts.keeper.table):
                     parts.keeper.table.sweep(self._clock.monotonic())
@@ -99,18 +99,18 @@ class DecodeApp:
             self._life.endpoint,
             lambda: engine.facts,
             clock,
-            settings.directory_margin,
+            settings.directory_margin_s,
         )
         policy = Policy(
             ttl_s=settings.decoder_kv_blocks_ttl,
-            max_ttl_s=settings.max_ttl,
-            publish_bound_s=settings.publish_bound,
+            max_ttl_s=settings.max_ttl_s,
+            publish_bound_s=settings.publish_bound_s,
         )
         keeper = Keeper(engine, publisher, clock, policy)
         return Parts(
             engine=engine,
             keeper=keeper,
-            reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin, settings.max_pin)),
+            reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s)),
             turns=Turns(engine, keeper, clock, self._life.worker_id),
             clock=clock,
             worker_id=self._life.worker_id,

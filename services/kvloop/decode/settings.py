@@ -12,26 +12,28 @@ class DecodeSettings(WorkerSettings):
 
     listen: str = "127.0.0.1:50052"
     """host:port of the DecodeService; port 0 takes a free one."""
-    max_ttl: float = Field(3600.0, gt=0)
+    max_ttl_s: float = Field(3600.0, gt=0)
     """Longest time for which a turn may ask to be held."""
-    pin: float = Field(30.0, gt=0)
+    pin_s: float = Field(30.0, gt=0)
     """Time of a read whose reader names none."""
-    max_pin: float = Field(120.0, gt=0)
+    max_pin_s: float = Field(120.0, gt=0)
     """Longest time for which a reader may pin."""
-    directory_margin: float = Field(5.0, ge=0)
+    directory_margin_s: float = Field(5.0, ge=0)
     """How much earlier than its lease a directory entry ends."""
-    publish_bound: float = Field(30.0, ge=0)
+    publish_bound_s: float = Field(30.0, ge=0)
     """For how long the publication of a lease is tried again."""
-    drain_limit: float = Field(30.0, ge=0)
+    drain_limit_s: float = Field(30.0, ge=0)
     """For how long a draining worker serves its leases."""
 
     @model_validator(mode="after")
     def _refuse_contradictions_of_time(self) -> Self:
-        if self.pin > self.max_pin:
-            raise ValueError(f"pin ({self.pin} s) is more than max_pin ({self.max_pin} s); lower the first")
-        if self.decoder_kv_blocks_ttl > self.max_ttl:
+        if self.pin_s > self.max_pin_s:
             raise ValueError(
-                f"decoder_kv_blocks_ttl ({self.decoder_kv_blocks_ttl} s) is more than max_ttl "
-                f"({self.max_ttl} s); lower the first or raise the second"
+                f"pin_s ({self.pin_s} s) is more than max_pin_s ({self.max_pin_s} s); lower the first"
+            )
+        if self.decoder_kv_blocks_ttl > self.max_ttl_s:
+            raise ValueError(
+                f"decoder_kv_blocks_ttl ({self.decoder_kv_blocks_ttl} s) is more than max_ttl_s "
+                f"({self.max_ttl_s} s); lower the first or raise the second"
             )
         return self

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from kvloop.engine.factory import create_engine
 from kvloop.engine.port import Engine, EngineFacts
 from kvloop.engine.settings import EngineSettings, Role
-from kvloop.metastore.factory import Store, open_store
+from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.metastore.registry import Worker
 from kvloop.runtime import endpoints, logs
@@ -43,9 +43,11 @@ class WorkerSettings(Settings, EngineSettings):  # type: ignore[misc]  # both ba
     """host:port under which others reach it; absent: where it listens."""
     worker_id: str | None = None
     """Name in logs and answers; absent: <role>@<endpoint>."""
-    directory: str = "memory://"
+    directory_url: str = "memory://"
     """URL of the store with the lease directory and the worker registry."""
-    stop_grace: float = Field(1.0, ge=0)
+    directory_timeout_ms: float = Field(25.0, gt=0, le=10_000)
+    """How long one operation on the store may take before it is given up."""
+    stop_grace_s: float = Field(1.0, ge=0)
     """What calls in progress are given at the end."""
 
     @model_validator(mode="after")
@@ -88,6 +90,12 @@ def worker_info(facts: EngineFacts, role: Role, worker_id: str) -> worker_pb2.Wo
     )
 
 
+def _open_store(settings: WorkerSettings) -> Store:
+    return open_store(
+        settings.directory_url, options=StoreOptions(deadline_s=settings.directory_timeout_ms / 1000)
+    )
+
+
 class WorkerLife:
     """The server, the engine and the store of one worker, from start to end."""
 
@@ -102,7 +110,7 @@ class WorkerLife:
     ) -> None:
         self.server = GrpcServer([service_name])
         self.engine = engine if engine is not None else create_engine(settings, role)
-        self.store = store if store is not None else open_store(settings.directory)
+        self.store = store if store is not None else _open_store(settings)
         self._own_store = store is None
         self.endpoint = ""
         self.worker_id = settings.worker_id or ""
@@ -138,10 +146,10 @@ class WorkerLife:
                 await self.store.registry.announce(self._worker(0.0))
 
     async def close_door(self) -> None:
-        """Take no calls any more; those in progress have stop_grace seconds."""
+        """Take no calls any more; those in progress have stop_grace_s seconds."""
         self._draining = True
         await self.server.set_ready(False)
-        await self.server.stop(self._settings.stop_grace)
+        await self.server.stop(self._settings.stop_grace_s)
 
     async def stop(self) -> None:
         """End tasks, engine and store. Idempotent; also after a failed start."""

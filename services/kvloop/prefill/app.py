@@ -36,7 +36,7 @@ class PrefillApp:
         self._decodes: frozenset[str] = frozenset()
         self._peers = Peers(clock, settings.max_peers)
         rule = EndpointRule(settings.decode_endpoints, lambda: self._decodes)
-        times = ReaderTimes(settings.begin_read_timeout, settings.end_read_timeout, settings.pin)
+        times = ReaderTimes(settings.begin_read_timeout_s, settings.end_read_timeout_s, settings.pin_s)
         self._reader = Reader(self._peers, rule, clock, times)
         self._legs = Legs(self._life.engine, self._reader, clock)
         self._opened = False
@@ -70,7 +70,7 @@ class PrefillApp:
         if not self._opened:
             return
         with contextlib.suppress(TimeoutError, Failure):
-            async with asyncio.timeout(self._settings.drain_limit):
+            async with asyncio.timeout(self._settings.drain_limit_s):
                 while await self._in_use():  # noqa: ASYNC110 - only asking the pool tells
                     await asyncio.sleep(DRAIN_POLL_S)
 
@@ -85,7 +85,7 @@ class PrefillApp:
         self._stopped = True
         self._servicer.drain()
         await self._life.close_door()
-        await self._reader.close(self._settings.end_read_timeout)
+        await self._reader.close(self._settings.end_read_timeout_s)
         await self._life.stop()
         await self._peers.close()
 

@@ -16,13 +16,13 @@ class PrefillSettings(WorkerSettings):
     decode_endpoints: tuple[str, ...] = (ANY_LOOPBACK,)
     """host:port of the decode workers that a request may make this worker dial, besides those that the
     registry knows; "loopback" stands for all of this host."""
-    begin_read_timeout: float = Field(0.5, gt=0)
+    begin_read_timeout_s: float = Field(0.5, gt=0)
     """How long a decode worker may take to say whether its lease can be read."""
-    end_read_timeout: float = Field(1.0, gt=0)
+    end_read_timeout_s: float = Field(1.0, gt=0)
     """How long one attempt to end a pin may take."""
-    pin: float = Field(30.0, gt=0)
+    pin_s: float = Field(30.0, gt=0)
     """How long a read may take; a decode worker holds the blocks for so long."""
-    drain_limit: float = Field(30.0, ge=0)
+    drain_limit_s: float = Field(30.0, ge=0)
     """How long a draining worker waits for its prompts' KV to be fetched."""
     max_peers: int = Field(256, ge=1)
     """Decode workers to which channels are kept open."""

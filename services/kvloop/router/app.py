@@ -2,7 +2,7 @@
 
 import asyncio
 
-from kvloop.metastore.factory import open_directory
+from kvloop.metastore.factory import StoreOptions, open_directory
 from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory
 from kvloop.router.auth import Authenticator
 from kvloop.router.identity import Identities, load_secret
@@ -117,7 +117,9 @@ async def _open(settings: RouterSettings) -> LeaseDirectory:
     if not settings.directory_url:
         raise ConfigError("directory_url is not set; give the redis:// address that the decode workers use")
     try:
-        directory = open_directory(settings.directory_url)
+        directory = open_directory(
+            settings.directory_url, options=StoreOptions(deadline_s=settings.directory_timeout_ms / 1000)
+        )
     except ValueError as error:
         raise ConfigError(f"directory_url: {error}") from None
     try:

@@ -32,7 +32,7 @@ async def lookup(turn: Turn, tools: Tools) -> None:
 
 async def _look(scopes: list[bytes], tools: Tools) -> list[Found]:
     try:
-        async with asyncio.timeout(tools.settings.lookup_timeout_ms / 1000):
+        async with asyncio.timeout(tools.settings.directory_timeout_ms / 1000):
             if len(scopes) == 1:
                 return [await tools.directory.lookup(scopes[0])]
             return list(await asyncio.gather(*(tools.directory.lookup(scope) for scope in scopes)))

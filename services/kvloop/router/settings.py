@@ -39,7 +39,7 @@ class RouterSettings(Settings):
     """Turns served at once; more are told to come back."""
     retry_after_ms: Annotated[int, Field(ge=1)] = 200
     """When an overloaded router asks to be tried again."""
-    lookup_timeout_ms: Annotated[float, Field(gt=0, le=10_000)] = 50.0
+    directory_timeout_ms: Annotated[float, Field(gt=0, le=10_000)] = 25.0
     """How long a turn waits for the directory before it goes on cold."""
     prefill_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Longest prefill leg; a worker that takes longer counts as failed."""

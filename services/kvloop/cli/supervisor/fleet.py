@@ -168,9 +168,8 @@ class Fleet:
         """Return what ties a part to the others; each takes the settings that it knows."""
         links: dict[str, Any] = {
             "listen": f"{HOST}:0",
-            # Workers and routers name these differently.
-            **dict.fromkeys(("directory", "directory_url"), store_url),
-            **dict.fromkeys(("drain_limit", "drain_limit_s"), _DRAIN_LIMIT_S),
+            "directory_url": store_url,
+            "drain_limit_s": _DRAIN_LIMIT_S,
             "worker_id": name,
         }
         if is_router(name):
