@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvloop.engine.port import (
@@ -25,6 +25,12 @@ _numbers = itertools.count()
 def name(kind: str) -> str:
     """Return an id that nobody has used."""
     return f"{kind}{next(_numbers)}"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition; pytest's timeout bounds it."""
+    while not condition():  # noqa: ASYNC110 - what it waits for has no event
+        await asyncio.sleep(0.01)
 
 
 def words(count: int, seed: int = 0) -> list[int]:

@@ -4,7 +4,9 @@ vLLM calls `register` in each of its processes. A front end that is SIGKILLed ca
 which would live on with its memory and its ports, so the kernel is asked to do it.
 """
 
+import atexit
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -29,6 +31,8 @@ def register() -> None:
     if sys.platform != "linux":
         return
     die_with(parent.pid)
+    # Everything is torn down by then; the last garbage collection of a heap this size takes seconds.
+    atexit.register(gc.freeze)
 
 
 def die_with(parent_pid: int) -> None:

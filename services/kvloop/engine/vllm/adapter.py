@@ -64,6 +64,11 @@ class VllmEngine(HoldTable):
         return [process.pid for process in self._core.processes if process.pid is not None]
 
     @property
+    def control_path(self) -> Path:
+        """Return the path of the engine core's control socket; valid once started."""
+        return self._core.control_path
+
+    @property
     def load(self) -> EngineLoad:
         """Return what the engine had to do at its last step."""
         return self._counters.load

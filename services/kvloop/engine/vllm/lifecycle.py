@@ -49,6 +49,8 @@ class Core:
     @property
     def processes(self) -> list[BaseProcess]:
         """Return the processes that this core consists of, workers of further ranks left out."""
+        if self._before is not None and not self._children:  # still starting
+            return list(set(multiprocessing.active_children()) - self._before)
         return list(self._children)
 
     async def start(self) -> None:
@@ -64,8 +66,7 @@ class Core:
             # The build waits for its core; without one it fails at once.
             self._abandoned = True
             while not building.done():
-                if self._before is not None:
-                    _kill(set(multiprocessing.active_children()) - self._before)
+                _kill(set(self.processes))
                 await asyncio.wait([building], timeout=0.05)
             if not building.cancelled() and building.exception() is None:
                 self.llm = building.result()
@@ -87,12 +88,14 @@ class Core:
                 return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._counters.factory()])
             finally:
                 self._children = list(set(multiprocessing.active_children()) - self._before)
+                self._before = None
 
     async def stop(self) -> None:
         """End the engine core, kill what does not end, and remove the folder."""
         loop = asyncio.get_running_loop()
         llm, self.llm = self.llm, None
         if llm is not None:
+            _fail_requests(llm)
             await loop.run_in_executor(self._thread, functools.partial(llm.shutdown, timeout=GRACE_S))
         children, self._children = self._children, []
         if children:
@@ -101,6 +104,15 @@ class Core:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def _fail_requests(llm: Any) -> None:
+    """End what is in flight before the core goes: its death would be logged as a fault."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    llm.output_processor.propagate_error(EngineDeadError())
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
 
 
 def _end(children: list[BaseProcess]) -> None:
