@@ -168,7 +168,7 @@ class EngineProcess:
 
     async def ready(self) -> "Engine":
         """Connect once the engine serves; one connection per test, since each has its own event loop."""
-        give_up = time.monotonic() + 110
+        give_up = time.monotonic() + 300
         while not self.socket.exists():
             assert self.process.poll() is None, self.log.read_text()[-4000:]
             assert time.monotonic() < give_up, self.log.read_text()[-4000:]

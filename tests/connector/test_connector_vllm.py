@@ -12,7 +12,7 @@ from connector_harness import BLOCK, Engine, fresh_prompt, new_id
 
 from kvloop.connector.control import ControlError, Grant
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
 ANSWER = 24
 
@@ -223,6 +223,7 @@ async def test_a_turn_without_a_hold_keeps_nothing(d: Engine) -> None:
 
 async def test_released_while_pinned(p: Engine, plain: Engine, d: Engine) -> None:
     before = await d.free()
+    turn_id = new_id("prefill")
     lease, history, _ = await first_turn(d)
     grant = await d.control.begin_read(lease, len(history) - 1, 20.0)
     assert await d.control.release(lease)
@@ -230,11 +231,12 @@ async def test_released_while_pinned(p: Engine, plain: Engine, d: Engine) -> Non
         await d.control.begin_read(lease, 64, 20.0)
     await d.generate(fresh_prompt(1200), 1)
     prompt = history + fresh_prompt(30)
-    result = await p.prefill(prompt, grant["params"])
+    result = await p.prefill(prompt, grant["params"], turn_id=turn_id)
     assert result["params"]["kvloop_report"]["external"] == len(history) - 1
     assert result["tokens"] == await cold(plain, prompt, 1)
     await d.control.end_read(lease, grant["read_id"])
     assert await d.free() == before
+    await p.control.release(turn_id)
 
 
 async def test_expiry_on_an_idle_engine(d: Engine) -> None:
@@ -288,6 +290,7 @@ async def test_another_history_is_refused(p: Engine, plain: Engine, d: Engine, p
         result = await p.prefill(prompt, grant["params"], turn_id=turn_id)
         assert result["finish"] == "error"
         assert await refused(p, turn_id) == "hash"
+        await d.control.end_read(lease, grant["read_id"])
         assert (await p.generate(prompt, 8))["tokens"] == await cold(plain, prompt, 8)
 
 
@@ -298,9 +301,10 @@ async def test_without_the_hash_guard_answers_are_wrong(p: Engine, plain: Engine
         prompt = history + fresh_prompt(30)
         await p.control.guard("hash", False)
         try:
-            result, _ = await read(p, d, lease, prompt, 160)
+            result, grant = await read(p, d, lease, prompt, 160)
         finally:
             await p.control.guard("hash", True)
+        await d.control.end_read(lease, grant["read_id"])
         assert result["finish"] == "length"
         wrong = (await p.generate(prompt, 8))["tokens"]
         assert wrong != await cold(plain, prompt, 8)
@@ -314,6 +318,7 @@ async def test_other_salts_do_not_share(p: Engine, d: Engine) -> None:
         same = await p.prefill(history + fresh_prompt(30), grant["params"], salt="one")
         other = await p.prefill(history + fresh_prompt(30), grant["params"], salt="two")
         assert (same["finish"], other["finish"]) == ("length", "error")
+        await d.control.end_read(lease, grant["read_id"])
 
 
 async def test_a_read_after_its_pin_is_refused(p: Engine, plain: Engine, d: Engine) -> None:
@@ -520,10 +525,11 @@ async def test_revoking_all_lets_the_prefix_cache_be_reset(d: Engine) -> None:
 
 
 async def test_an_engine_core_dies_with_its_front_end(d: Engine) -> None:
-    core = psutil.Process(d.process.core_pid)
+    family = psutil.Process(d.process.process.pid).children(recursive=True)
+    assert d.process.core_pid in {process.pid for process in family}
     d.process.process.kill()
-    await until(lambda: gone(core))
+    await until(lambda: all_gone(family))
 
 
-async def gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+async def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)

@@ -201,7 +201,6 @@ def test_budget_at_its_border(table: HoldTable, budget: int, events: int) -> Non
 def test_prefill_holds_are_outside_the_budget_and_never_evicted(table: HoldTable) -> None:
     table.budget = 1
     assert table.hold("p", kind="prefill", blocks=[1, 2, 3], num_tokens=9, ttl_s=30.0) is not None
-    assert not table.has_evictable
     assert not table.evict_one()
     assert table.revoke_all() == 0
 

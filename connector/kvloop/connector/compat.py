@@ -7,7 +7,6 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
@@ -19,11 +18,9 @@ TESTED = frozenset({"0.29.0"})
 __all__ = [
     "TESTED",
     "EngineWaker",
-    "NixlBaseConnector",
     "check_supported",
     "hash_seed",
     "hash_unit",
-    "popped_transfers",
     "vllm_release",
 ]
 
@@ -78,11 +75,6 @@ def hash_unit(vllm_config: Any, kv_cache_config: Any) -> int:
 def hash_seed() -> bytes:
     """Return the seed of this engine's hash chain; valid once the engine core is built."""
     return bytes(kv_cache_utils.NONE_HASH)
-
-
-def popped_transfers(done: set[str], failed: set[str], *, pair: bool) -> Any:
-    """Return what _pop_done_transfers returns: done ids; from 0.32 on (done, failed)."""
-    return (done, failed) if pair else done
 
 
 class EngineWaker:

@@ -157,7 +157,8 @@ class ControlClient:
     async def release(self, lease_id: str) -> bool:
         """End a hold (of a decode turn, or of a prefill turn by its id); doomed while pinned.
 
-        False when there is none.
+        False when there is none. A prefill turn's reader has no pin that would protect it: release one only
+        when no decode engine can be reading it any more, else leave it to its deadline.
         """
         return bool(await self._call("release", lease_id=lease_id))
 

@@ -31,7 +31,7 @@ def whole_request(request: Any, num_computed_tokens: int, block_size: int, loadi
 
     loading: requests whose reads are in flight; vLLM reserves room for the rest of their prompts.
     """
-    blocks = -(-(request.num_tokens + 1) // block_size) - num_computed_tokens // block_size
+    blocks: int = -(-(request.num_tokens + 1) // block_size) - num_computed_tokens // block_size
     return max(0, blocks) + 2 * loading
 
 

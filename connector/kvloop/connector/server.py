@@ -145,7 +145,10 @@ class ControlServer:
             self._wake()
         for lease_id, reason in self._table.take_events():
             line = json.dumps({"event": {"lease_id": lease_id, "reason": reason}}).encode() + b"\n"
-            for writer in self._subscribers:
+            for writer in list(self._subscribers):
+                if writer.transport.get_write_buffer_size() > LINE_LIMIT:
+                    self._subscribers.discard(writer)  # nobody reads there any more
+                    continue
                 writer.write(line)
 
     def _wake_waiters(self, turn_id: str) -> None:

@@ -266,12 +266,6 @@ class HoldTable:
         with self._lock:
             return bool(self._pins) or any(e.kind == "prefill" for e in self._live.values())
 
-    @property
-    def has_evictable(self) -> bool:
-        """Whether `evict_one` would find something."""
-        with self._lock:
-            return any(self._evictable(e) for e in self._live.values())
-
     # -- inside, under the lock -----------------------------------------------------------------------
 
     def _tick(self) -> int:

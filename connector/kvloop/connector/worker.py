@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.platforms import current_platform
 
-from kvloop.connector import compat
 from kvloop.connector.guard import Refusal
 from kvloop.connector.metadata import Orders, Read, WorkerReport
 
@@ -106,8 +105,8 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         """Fail a read; the request's blocks are its own until all its transfers have ended."""
         with self._report_lock:
             self._worker_report.failed.setdefault(req_id, "transfer")
-        if handle is not None:
-            self._release_handle(handle)
+        if handle is not None and not self._release_handle(handle):
+            self._recving_transfers.setdefault(req_id, []).append(handle)
         if req_id not in self._recving_transfers:
             super()._handle_failed_transfer(req_id, None)
             return
@@ -121,7 +120,7 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             if meta is not None:
                 self._invalid_block_ids.put(set(meta.local_block_ids[0]))
 
-    def _pop_done_transfers(self, transfers: dict[str, list[int]], *_args: Any, **_kwargs: Any) -> Any:
+    def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> set[str]:
         done: set[str] = set()
         for req_id, handles in list(transfers.items()):
             pending = [handle for handle in handles if not self._ended(req_id, handle)]
@@ -144,7 +143,7 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
                 with self._report_lock:
                     self._worker_report.reads[req_id] = read
                 done.add(req_id)
-        return compat.popped_transfers(done, set(), pair=False)
+        return done
 
     def _ended(self, req_id: str, handle: int) -> bool:
         """Return whether a transfer is over, noting how."""
@@ -162,18 +161,21 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
                 self.nixl_wrapper.release_xfer_handle(handle)
                 return True
         except Exception:  # noqa: BLE001 - NIXL raises its own kinds
-            _log.exception("kvloop: transfer failed")
+            if req_id not in self._abandoned:
+                _log.exception("kvloop: transfer failed")
         with self._report_lock:
             self._worker_report.failed.setdefault(req_id, "transfer")
-        self._release_handle(handle)
         self._abandon(req_id)
-        return True
+        return self._release_handle(handle)
 
-    def _release_handle(self, handle: int) -> None:
+    def _release_handle(self, handle: int) -> bool:
+        """Release a failed transfer; one that can't be released may still write, so it is not over."""
         try:
             self.nixl_wrapper.release_xfer_handle(handle)
         except Exception:  # noqa: BLE001 - NIXL raises its own kinds
-            _log.exception("kvloop: transfer handle could not be released")
+            _log.debug("kvloop: transfer handle could not be released yet", exc_info=True)
+            return False
+        return True
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Return requests whose reads are over, failed ones included."""
