@@ -8,21 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_MAIN = """
-import asyncio, json, os, sys
-from kvloop.gateway.app import GatewayApp
-from kvloop.gateway.settings import GatewaySettings
-from kvloop.runtime.server import run_until_signal
-
-class Announced(GatewayApp):
-    async def start(self):
-        await super().start()
-        with open(sys.argv[2] + ".part", "w") as file:
-            file.write(self.endpoint)
-        os.rename(sys.argv[2] + ".part", sys.argv[2])
-
-asyncio.run(run_until_signal(Announced(GatewaySettings(**json.loads(sys.argv[1])))))
-"""
 _START_S = 240
 
 
@@ -30,17 +15,19 @@ class Gateway:
     """A gateway process; its logs go to a file in the folder."""
 
     def __init__(self, settings: dict[str, object], folder: Path) -> None:
-        ready, self.log = folder / "endpoint", folder / "log"
+        config, ready, self.log = folder / "gateway.yaml", folder / "ready", folder / "log"
+        config.write_text(json.dumps(settings))
+        command = [sys.executable, "-m", "kvloop.cli.main", "serve", "gateway", "--log-level", "warning"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, json.dumps(settings), str(ready)],
+                [*command, "--config", str(config), "--ready-file", str(ready)],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "PYTHONWARNINGS": "ignore"},
             )
         wait_until(lambda: ready.exists() or self.process.poll() is not None, _START_S)
         assert ready.exists(), self.log.read_text()[-2000:]
-        self.url = f"http://{ready.read_text()}"
+        self.url = f"http://{json.loads(ready.read_text())['endpoint']}"
 
     def stop(self) -> int:
         """End the process; return its exit status."""

@@ -1,4 +1,4 @@
-"""`kvloop serve router|prefill|decode`: one process of a deployment."""
+"""`kvloop serve router|prefill|decode|gateway`: one process of a deployment."""
 
 import asyncio
 import importlib
@@ -48,6 +48,11 @@ ROLES = {
         "kvloop.decode.settings:DecodeSettings",
         "kvloop.decode.app:DecodeApp",
         "Serve the second leg: generate, and hold the KV for the next turn.",
+    ),
+    "gateway": Role(
+        "kvloop.gateway.settings:GatewaySettings",
+        "kvloop.gateway.app:GatewayApp",
+        "Serve OpenAI's and Anthropic's HTTP APIs over a router.",
     ),
 }
 
