@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from kvloop.metastore.embedded import free_port, spawn_bound, valkey_binary
 
@@ -94,7 +96,9 @@ class Server:
         """Return a plain client, without any password."""
         if self._client is None:
             secure: dict[str, Any] = {"ssl": True, "ssl_ca_certs": str(self.tls.ca)} if self.tls else {}
-            self._client = redis.Redis(host=self.host, port=self.port, protocol=2, **secure)
+            self._client = redis.Redis(
+                host=self.host, port=self.port, protocol=2, retry=Retry(NoBackoff(), 0), **secure
+            )
         return self._client
 
     def start(self) -> "Server":

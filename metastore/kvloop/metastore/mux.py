@@ -188,7 +188,7 @@ class _Session:
         # The reader ends with the stream, the writer by itself: cancelling would leave the socket behind.
         self._wake.set()
         self._on_end(self)
-        failure = RedisConnectionError(type(error).__name__)
+        failure = error if isinstance(error, RedisError) else RedisConnectionError(type(error).__name__)
         for future in self._pending:
             if not future.done():
                 future.set_exception(failure)
