@@ -144,6 +144,8 @@ class VllmEngine(HoldTable):
             logprobs += outputs.positions(output.prompt_logprobs, ids)
             handle, report = outputs.take_report(output.kv_transfer_params)
             reason = output.outputs[0].finish_reason
+            if reason == "abort":
+                raise gone()
             if reason != "length":
                 raise await self._failure(report, job.request_id, read=job.read is not None)
             if not handle:
@@ -173,13 +175,16 @@ class VllmEngine(HoldTable):
         turn_id = transfer.decode_turn_id(job)
         stream = await self._submit(job, ids, params, turn_id)
         known = len(ids)
+        told = False
         try:
             while not stream.finished:
                 output = await stream.next()
                 completion = output.outputs[0]
                 _, report = outputs.take_report(output.kv_transfer_params)
                 reason = completion.finish_reason
-                if reason in {"error", "abort"}:
+                if reason == "abort":  # only the engine's end aborts a turn that is not ours to abort
+                    raise gone()
+                if reason == "error":
                     read = job.handle_json is not None
                     raise await self._failure(report, turn_id, read=read, constrained=job.sampling)
                 new = list(completion.token_ids)
@@ -193,15 +198,18 @@ class VllmEngine(HoldTable):
                     yield delta
                 elif report is not None:
                     finish = await self._finish(job, completion, report, known)
+                    told = True
                     yield DecodeDelta(delta.token_ids, delta.text, delta.logprobs, finish)
                 else:
                     # The front end found a stop string and aborted: the engine core settles at its next
                     # step, for which the answer need not wait.
                     yield delta
                     report = await self._call(self._client().report(turn_id, SETTLE_S))
-                    yield DecodeDelta((), finish=await self._finish(job, completion, report, known))
+                    finish = await self._finish(job, completion, report, known)
+                    told = True
+                    yield DecodeDelta((), finish=finish)
         finally:
-            if not stream.finished and job.hold is not None:
+            if not told and job.hold is not None:
                 self._remember(job.hold.lease_id, known)
             await stream.abort(self._announce(turn_id))
 
@@ -229,7 +237,7 @@ class VllmEngine(HoldTable):
         read: bool,
         constrained: sampling_pb2.SamplingParams | None = None,
     ) -> Failure:
-        """Return why the engine ended a request with "error" or "abort"."""
+        """Return why the engine ended a request with "error"."""
         if self._llm().errored:
             return gone()
         if report is None:

@@ -62,7 +62,7 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "kv_heads": model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
         "layers": model.get_total_num_hidden_layers(),
-        "attention_backend": str(getattr(vllm_config.attention_config, "backend", None)),
+        "attention_backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "cache_dtype": str(cache.cache_dtype),
         "block_size": cache.block_size,
         "tensor_parallel_size": settings.tensor_parallel_size,

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import multiprocessing
 import shutil
 import tempfile
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -95,8 +97,10 @@ class Core:
         loop = asyncio.get_running_loop()
         llm, self.llm = self.llm, None
         if llm is not None:
-            _fail_requests(llm)
+            await _fail_requests(llm)
             await loop.run_in_executor(self._thread, functools.partial(llm.shutdown, timeout=GRACE_S))
+            del llm
+            _collect()
         children, self._children = self._children, []
         if children:
             await loop.run_in_executor(self._thread, _end, children)
@@ -106,13 +110,21 @@ class Core:
             self._folder = None
 
 
-def _fail_requests(llm: Any) -> None:
+async def _fail_requests(llm: Any) -> None:
     """End what is in flight before the core goes: its death would be logged as a fault."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     llm.output_processor.propagate_error(EngineDeadError())
     if llm.output_handler is not None:
         llm.output_handler.cancel()
+        await asyncio.gather(llm.output_handler, return_exceptions=True)
+
+
+def _collect() -> None:
+    """Let go of vLLM's sockets now. It leaves its ZeroMQ context to the collector, which warns of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def _end(children: list[BaseProcess]) -> None:
