@@ -63,6 +63,11 @@ class Running:
 
         until(seen, f"{pattern!r} in the output")
 
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for something that the command brings about; the children there are then are remembered."""
+        until(condition, what)
+        self.look()
+
     def look(self) -> None:
         """Remember the processes that there are under the command now."""
         for process in psutil.Process(self.pid).children(recursive=True):
@@ -101,14 +106,17 @@ def kvloop(tmp_path: Path) -> Iterator[Start]:
     started: list[Running] = []
 
     def start(
-        *arguments: str, stdin: str | None = None, environment: dict[str, str] | None = None
+        *arguments: str,
+        stdin: str | None = None,
+        environment: dict[str, str] | None = None,
+        piped: bool = False,
     ) -> Running:
         out = tmp_path / f"out-{len(started)}.txt"
         with out.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "kvloop.cli.main", *arguments],
                 stdin=subprocess.PIPE,
-                stdout=output,
+                stdout=subprocess.PIPE if piped else output,
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=tmp_path,

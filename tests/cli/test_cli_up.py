@@ -115,3 +115,15 @@ def test_logs_go_where_they_are_wanted(kvloop: Start, tmp_path: Path) -> None:
         assert '"event": "ready"' in (tmp_path / "logs" / f"{part}.log").read_text()
     # Secrets are for their owner alone.
     assert (tmp_path / "logs" / "router-0.yaml").stat().st_mode & 0o077 == 0
+
+
+def test_ctrl_c_stops_in_order_also_when_nobody_reads_any_more(kvloop: Start, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    up = kvloop(*UP, "--logs", str(logs), piped=True)
+    up.wait_until((logs / "router-0.ready").is_file, "the router to be ready")
+    up.process.stdout.close()
+    up.signal(signal.SIGINT)
+    assert up.wait() == 0
+    up.assert_nothing_remains()
+    # Each part was asked to end and took its ready file along; killed ones leave it.
+    assert not list(logs.glob("*.ready"))

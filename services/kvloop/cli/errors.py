@@ -1,9 +1,12 @@
 """Expected failures end a command with a sentence and an exit code, not with a traceback."""
 
+import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import IO, ParamSpec, TypeVar
 
 import typer
 
@@ -23,10 +26,20 @@ class CommandFailed(Exception):
         self.exit_code = exit_code
 
 
+def write_line(stream: IO[str], text: str) -> None:
+    """Write a line; a reader that went away (kvloop up | tee, both ended by one Ctrl-C) changes nothing."""
+    try:
+        stream.write(text + "\n")
+        stream.flush()
+    except OSError:
+        # What is still buffered must not fail once more at the interpreter's end.
+        with Path(os.devnull).open("w") as nowhere, contextlib.suppress(OSError):
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
 def say(message: str) -> None:
     """Write a line for people on stderr."""
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+    write_line(sys.stderr, message)
 
 
 def sentences(command: Callable[P, T]) -> Callable[P, T]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvloop.cli import options
-from kvloop.cli.errors import EXIT_FAILED, say, sentences
+from kvloop.cli.errors import EXIT_FAILED, say, sentences, write_line
 from kvloop.cli.places import ROUTER
 
 _HELP = """Start store, prefill, decode and router here, and stop them together.
@@ -103,7 +103,7 @@ async def _up(plan: Any, logs: Path | None) -> int:
             board.show(fleet.parts)
             async with fleet:
                 board.finish()
-                _print_endpoints(fleet)
+                write_line(sys.stdout, _endpoints(fleet))
                 await fleet.watch()
     except PartFailed as failure:
         keep = True
@@ -115,15 +115,13 @@ async def _up(plan: Any, logs: Path | None) -> int:
     return 0
 
 
-def _print_endpoints(fleet: Any) -> None:
-    for name, part in fleet.parts.items():
-        sys.stdout.write(f"{name:<12} {part.endpoint:<22} pid {part.pid}\n")
-    sys.stdout.write(f"logs         {fleet.folder}\n")
+def _endpoints(fleet: Any) -> str:
+    lines = [f"{name:<12} {part.endpoint:<22} pid {part.pid}" for name, part in fleet.parts.items()]
+    lines.append(f"logs         {fleet.folder}")
     settings = fleet.plan.settings()["prefill-0"]
     if settings.get("engine") != "simulated":
-        model = settings.get("model")
-        named = f" --model {model}" if model else ""
-        sys.stdout.write(f"\nTalk to it:  kvloop chat --router {fleet.endpoint('router-0')}{named}\n")
+        named = f" --model {settings['model']}" if settings.get("model") else ""
+        lines += ["", f"Talk to it:     kvloop chat --router {fleet.endpoint('router-0')}{named}"]
     decoders = " ".join(f"--decode {endpoint}" for endpoint in fleet.endpoints("decode"))
-    sys.stdout.write(f"What it holds:  kvloop leases {decoders}\nCtrl-C stops it.\n")
-    sys.stdout.flush()
+    lines += [f"What it holds:  kvloop leases {decoders}", "Ctrl-C stops it."]
+    return "\n".join(lines)

@@ -1,5 +1,6 @@
 """Live status of a fleet that starts: a table on a terminal, lines elsewhere."""
 
+import contextlib
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -9,6 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
+
+from kvloop.cli.errors import write_line
 
 _WAITING = "starting"
 
@@ -51,13 +54,17 @@ class Board:
         self._took[name] = now - self._since.get(name, now)
         if self._live is None:
             took = f" after {self._took[name]:.1f} s" if state == "ready" else ""
-            self._console.print(f"{name} {state}{took}", highlight=False)
+            self._line(f"{name} {state}{took}")
 
     def finish(self) -> None:
         """Take the table away; what is told from now on is printed as lines."""
         live, self._live = self._live, None
         if live is not None:
-            live.stop()
+            with contextlib.suppress(OSError):
+                live.stop()
+
+    def _line(self, text: str) -> None:
+        write_line(self._console.file, text)
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 2))

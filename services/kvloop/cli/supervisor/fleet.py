@@ -137,8 +137,14 @@ class Fleet:
 
     async def stop(self) -> None:
         """Stop all parts: routers first, the store last. Idempotent."""
+        failures: list[BaseException] = []
         for roles in (("router",), ("prefill", "decode"), (STORE,)):
-            await asyncio.gather(*(self._stop_part(name) for name in self.names(*roles)))
+            stops = (self._stop_part(name) for name in self.names(*roles))
+            results = await asyncio.gather(*stops, return_exceptions=True)
+            failures += [result for result in results if isinstance(result, BaseException)]
+        # One part's trouble does not keep the others from being stopped.
+        if failures:
+            raise failures[0]
 
     async def _stop_part(self, name: str) -> None:
         part = self.parts[name]
