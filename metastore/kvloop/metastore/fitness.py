@@ -27,7 +27,7 @@ def report(nodes: Sequence[Mapping[str, str]]) -> FitnessReport:
             find(Level.WARNING, "this is a replica and can't be written: point the URL at the primary")
         policy = str(info.get("maxmemory_policy", "unknown"))
         policies.add(policy)
-        limit = int(info.get("maxmemory", 0))
+        limit = _number(info, "maxmemory")
         limits.append(limit)
         if limit == 0:
             find(Level.NOTE, "maxmemory is not set: the store may grow until the host has no memory left")
@@ -43,7 +43,7 @@ def report(nodes: Sequence[Mapping[str, str]]) -> FitnessReport:
                     Level.WARNING,
                     "maxmemory-policy noeviction refuses new leases when memory is full: set volatile-ttl",
                 )
-            if int(info.get("used_memory", 0)) > FULL * limit:
+            if _number(info, "used_memory") > FULL * limit:
                 find(Level.WARNING, f"more than {FULL:.0%} of maxmemory is in use: raise it")
     return FitnessReport(
         server=", ".join(sorted(names)) or "unknown",
@@ -58,6 +58,11 @@ def _product(info: Mapping[str, str]) -> tuple[str, str]:
     if "valkey_version" in info:
         return "valkey", str(info["valkey_version"])
     return "redis", str(info.get("redis_version", "0"))
+
+
+def _number(info: Mapping[str, str], name: str) -> int:
+    text = info.get(name, "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ sentinel_password. User and password are percent-encoded.
 
 import ssl
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 _KINDS = {
     "memory": ("memory", False),
@@ -59,11 +59,13 @@ def parse(url: str) -> StoreUrl:
     if not separator or scheme not in _KINDS:
         raise ValueError(f"a store URL begins with one of {', '.join(f'{name}://' for name in _KINDS)}")
     kind, tls = _KINDS[scheme]
-    parts = urlsplit("//" + url.split("://", 1)[1])
-    userinfo, _, hostlist = parts.netloc.rpartition("@")
+    # By hand: the standard library's parser knows one host only.
+    address, _, query = url.partition("://")[2].partition("?")
+    netloc, slash, path_text = address.partition("/")
+    userinfo, _, hostlist = netloc.rpartition("@")
     username, _, password = userinfo.partition(":")
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    path, db = _path(kind, parts.path, options)
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    path, db = _path(kind, slash + path_text, options)
     known = {"db"} | (_TLS_OPTIONS if tls else set()) | (_SENTINEL_OPTIONS if kind == "sentinel" else set())
     if unknown := sorted(set(options) - known):
         raise ValueError(f"unknown option in the store URL: {', '.join(unknown)}")
