@@ -58,9 +58,11 @@ class Display:
 
 def table_of(record: DemoRecord) -> Table:
     """Return the comparison, turn by turn."""
-    table = Table(title="Time to first token, off: without reuse, on: with reuse", box=SIMPLE_HEAD)
+    table = Table(
+        title="Time to first token, off: without reuse, on: with reuse", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for heading in ("turn", "prompt\ntokens"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for heading in ("P's\ncache", "read\nback", "com-\nputed", "off\nms", "on\nms", "off\n/ on", "D->P"):
         table.add_column(heading, justify="right", no_wrap=True)
