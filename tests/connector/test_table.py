@@ -128,6 +128,21 @@ def test_a_pin_ends_at_its_own_deadline(table: HoldTable, clock: Clock) -> None:
     assert freed(table) == [(1,)]
 
 
+def test_late_readers_are_remembered_for_a_while(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=600.0)
+    read_id, _, _ = table.pin("a", 5.0)
+    table.unpin("a", read_id)
+    clock.now += 6.0
+    table.expire()
+    assert not table.has_late_readers
+    table.pin("a", 5.0)
+    clock.now += 5.0
+    table.expire()
+    assert table.has_late_readers
+    clock.now += 61.0
+    assert not table.has_late_readers
+
+
 def test_a_pin_belongs_to_its_lease(table: HoldTable) -> None:
     keep(table, "a", [1])
     keep(table, "b", [2])

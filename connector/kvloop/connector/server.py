@@ -134,7 +134,7 @@ class ControlServer:
         while True:
             self._table.expire()
             self._after_change()
-            if self._table.has_readers:
+            if self._table.has_readers or self._table.has_late_readers:
                 self._wake()
             due = self._table.next_deadline()
             wait = _TICK_S if due is None else min(_TICK_S, max(0.0, due - self._table.clock()))

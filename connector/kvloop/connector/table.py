@@ -17,6 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+_LATE_S = 60.0
+"""How long a reader that missed its deadline may still be waiting for its transfer to end."""
+
 Kind = Literal["decode", "prefill"]
 Reason = Literal["expired", "evicted", "revoked"]
 
@@ -85,6 +88,7 @@ class HoldTable:
         self._freeable: deque[tuple[int, ...]] = deque()
         self._events: deque[tuple[str, Reason]] = deque(maxlen=65536)
         self._ticks = 0
+        self._late_until = float("-inf")
 
     # -- what the owner of the pool calls -------------------------------------------------------------
 
@@ -208,8 +212,11 @@ class HoldTable:
                 if read_id is not None:
                     if read_id in entry.pins:
                         self._unpin(entry, read_id)
+                        self._late_until = now + _LATE_S
                 elif not entry.gone and not entry.doomed and entry.deadline <= now:
                     self._end(entry, "expired")
+                    if entry.kind == "prefill":
+                        self._late_until = now + _LATE_S
 
     def revoke_all(self) -> int:
         """End all decode holds; return how many."""
@@ -265,6 +272,11 @@ class HoldTable:
         """Whether another engine may be reading: a pin, or a prefill hold waiting for its reader."""
         with self._lock:
             return bool(self._pins) or any(e.kind == "prefill" for e in self._live.values())
+
+    @property
+    def has_late_readers(self) -> bool:
+        """Whether a read that missed its deadline may still be in flight, keeping blocks of its engine."""
+        return self.clock() < self._late_until
 
     # -- inside, under the lock -----------------------------------------------------------------------
 
