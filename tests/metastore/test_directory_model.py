@@ -246,7 +246,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert not self.backing.keys_without_ttl()
 
 
-# The fixture's loop must not be running: the machine has its own.
+# No coroutine: the machine has a loop of its own.
+@pytest.mark.timeout(900)
 def test_the_directory_behaves_as_its_model(backing: Servers | None) -> None:
     class Machine(DirectoryMachine):
         pass

@@ -247,8 +247,8 @@ async def test_failover_with_lost_writes(tmp_path: Path) -> None:
                 lambda: replica.client().info("replication")["master_link_status"] == "down", "the cut"
             )
             await store.directory.publish(SCOPE, entry("lost", 2000), 600)
-            replica.client().replicaof("127.0.0.1", primary.port)
             primary.kill()
+            replica.client().replicaof("127.0.0.1", primary.port)
             await until(lambda: _promoted(replica))
             await until(lambda: _works(store))
             found = (await store.directory.lookup(SCOPE)).entry
