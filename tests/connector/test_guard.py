@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from kvloop.connector.guard import SEAL, RefusedError, Rules, examine, seal, seed_digest
+from kvloop.connector.guard import SEAL, RefusedError, Rules, Text, examine, scope_digest, seal, seed_digest
 
 RULES = Rules(block_size=4, hash_unit=4, seed_digest=seed_digest(b"seed"))
 TOKENS = list(range(10, 30))
+SCOPE = scope_digest("salt", "adapter")
 
 
 def hashes(tokens: list[int]) -> list[bytes]:
@@ -31,15 +32,19 @@ def handle(num_tokens: int, tokens: list[int] = TOKENS, rules: Rules = RULES) ->
         "remote_block_ids": [list(range(1, 1 + -(-num_tokens // 4)))],
         "remote_blocks_expiry_time": 5.0,
         "transfer_mode": "pull",
-        SEAL: seal(rules, num_tokens, tokens, hashes(tokens)),
+        SEAL: seal(rules, num_tokens, Text(tokens, hashes(tokens), SCOPE)),
     }
 
 
 def verdict(
-    params: dict[str, Any], prompt: list[int] = TOKENS, rules: Rules = RULES, off: set[str] | None = None
+    params: dict[str, Any],
+    prompt: list[int] = TOKENS,
+    rules: Rules = RULES,
+    off: set[str] | None = None,
+    scope: str = SCOPE,
 ) -> Any:
     try:
-        return examine(params, rules, prompt, hashes(prompt), off or ())
+        return examine(params, rules, Text(prompt, hashes(prompt), scope), off or ())
     except RefusedError as error:
         return error.reason
 
@@ -67,6 +72,13 @@ def test_a_token_after_the_cut_does_not_matter() -> None:
 def test_a_shorter_prompt_is_refused() -> None:
     assert verdict(handle(11), prompt=TOKENS[:11]) == 11
     assert verdict(handle(11), prompt=TOKENS[:10]) == "counts"
+
+
+@pytest.mark.parametrize(
+    "scope", [("other", "adapter"), ("salt", "other"), ("salt", None), (None, "adapter")]
+)
+def test_another_salt_or_adapter_is_refused_though_no_full_block_is_covered(scope: tuple[str, str]) -> None:
+    assert verdict(handle(3), scope=scope_digest(*scope)) == "hash"
 
 
 def test_another_seed_is_refused_though_no_full_block_is_covered() -> None:
@@ -111,7 +123,18 @@ def test_counts_that_do_not_fit_are_refused(key: str, value: object) -> None:
         ("transfer_mode", "push"),
         (SEAL, None),
         (SEAL, {}),
-        (SEAL, {"num_tokens": 11, "block_size": 4, "hash_unit": 4, "seed": 1, "hash": "", "tail": []}),
+        (
+            SEAL,
+            {
+                "num_tokens": 11,
+                "block_size": 4,
+                "hash_unit": 4,
+                "seed": 1,
+                "scope": "",
+                "hash": "",
+                "tail": [],
+            },
+        ),
     ],
 )
 @pytest.mark.parametrize("off", [set(), {"counts", "hash"}])

@@ -3,8 +3,10 @@
 vLLM's reader takes any handle at its word, and what it reads enters the prefix cache under the hash of the
 reader's own tokens. So the handle carries a seal: the chained hash of the last full block (one hash proves
 the whole prefix: tokens, adapter, salt), the ids of the tokens after it, and a digest of the seed of the
-hash chain, which tells engines with different seeds from prompts that differ. Hashes say what the blocks
-were; the deadline, checked by the worker when a read has completed, says that they still were.
+hash chain, which tells engines with different seeds from prompts that differ. Tokens after the last full
+block, all of them in a short prompt, are outside the hash, so salt and adapter have a digest too. Hashes say
+what the blocks were; the deadline, checked by the worker when a read has completed, says that they still
+were.
 """
 
 import hashlib
@@ -41,42 +43,53 @@ class Rules:
     """Digest of the seed of this engine's hash chain."""
 
 
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens with what makes their KV, on either side."""
+
+    tokens: Sequence[int]
+    hashes: Sequence[bytes]
+    """Chained hashes of the full blocks."""
+    scope: str
+    """See scope_digest."""
+
+
 def seed_digest(seed: bytes) -> str:
     """Return what of a hash chain's seed may travel."""
     return hashlib.sha256(seed).hexdigest()[:16]
 
 
-def seal(rules: Rules, num_tokens: int, tokens: Sequence[int], hashes: Sequence[bytes]) -> dict[str, Any]:
-    """Return the seal of the first num_tokens of tokens, whose block hashes are `hashes`."""
+def scope_digest(salt: str | None, adapter: str | None) -> str:
+    """Return a digest of what, besides tokens, makes KV differ."""
+    return hashlib.sha256(repr((salt or "", adapter or "")).encode()).hexdigest()[:16]
+
+
+def seal(rules: Rules, num_tokens: int, held: Text) -> dict[str, Any]:
+    """Return the seal of the first num_tokens of the held tokens."""
     full = num_tokens // rules.hash_unit
     return {
         "num_tokens": num_tokens,
         "block_size": rules.block_size,
         "hash_unit": rules.hash_unit,
         "seed": rules.seed_digest,
-        "hash": bytes(hashes[full - 1]).hex() if full else "",
-        "tail": list(tokens[full * rules.hash_unit : num_tokens]),
+        "scope": held.scope,
+        "hash": bytes(held.hashes[full - 1]).hex() if full else "",
+        "tail": list(held.tokens[full * rules.hash_unit : num_tokens]),
     }
 
 
-def examine(
-    params: Mapping[str, Any],
-    rules: Rules,
-    prompt: Sequence[int],
-    hashes: Sequence[bytes],
-    off: Collection[str] = (),
-) -> int:
+def examine(params: Mapping[str, Any], rules: Rules, prompt: Text, off: Collection[str] = ()) -> int:
     """Return how many leading tokens of the prompt the handle may serve; raise RefusedError.
 
-    `hashes` are the prompt's block hashes; `off` names guards that a test switched off.
+    `off` names guards that a test switched off.
     """
     _check_fields(params)
     num_tokens: int = params["remote_num_tokens"]
     if "counts" not in off:
-        _check_counts(params, rules, len(prompt))
+        _check_counts(params, rules, len(prompt.tokens))
     if "hash" not in off:
-        _check_hash(params[SEAL], rules, num_tokens, prompt, hashes)
-    return min(num_tokens, len(prompt))
+        _check_hash(params[SEAL], rules, num_tokens, prompt)
+    return min(num_tokens, len(prompt.tokens))
 
 
 def _check_fields(params: Mapping[str, Any]) -> None:
@@ -91,8 +104,7 @@ def _check_fields(params: Mapping[str, Any]) -> None:
         and all(isinstance(group, list | tuple) for group in groups)
         and isinstance(mark, Mapping)
         and all(_natural(mark.get(k)) for k in ("num_tokens", "block_size", "hash_unit"))
-        and isinstance(mark.get("seed"), str)
-        and isinstance(mark.get("hash"), str)
+        and all(isinstance(mark.get(k), str) for k in ("seed", "scope", "hash"))
         and isinstance(mark.get("tail"), list | tuple)
     )
     if not good:
@@ -115,15 +127,14 @@ def _check_counts(params: Mapping[str, Any], rules: Rules, prompt_tokens: int) -
         raise RefusedError("counts")
 
 
-def _check_hash(
-    mark: Mapping[str, Any], rules: Rules, num_tokens: int, prompt: Sequence[int], hashes: Sequence[bytes]
-) -> None:
+def _check_hash(mark: Mapping[str, Any], rules: Rules, num_tokens: int, prompt: Text) -> None:
     full = num_tokens // rules.hash_unit
     good = (
         mark["seed"] == rules.seed_digest
-        and full <= len(hashes)
-        and mark["hash"] == (bytes(hashes[full - 1]).hex() if full else "")
-        and list(mark["tail"]) == list(prompt[full * rules.hash_unit : num_tokens])
+        and mark["scope"] == prompt.scope
+        and full <= len(prompt.hashes)
+        and mark["hash"] == (bytes(prompt.hashes[full - 1]).hex() if full else "")
+        and list(mark["tail"]) == list(prompt.tokens[full * rules.hash_unit : num_tokens])
     )
     if not good:
         raise RefusedError("hash")

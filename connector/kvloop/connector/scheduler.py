@@ -24,6 +24,18 @@ from kvloop.connector.turns import TurnLog
 
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
+_MAX_PARTIAL_NOTICES = 65536
+
+
+def _is_plain_text(request: Any) -> bool:
+    """Whether a request's KV is told by token ids, adapter and salt alone."""
+    return not request.mm_features and request.prompt_embeds is None and bool(request.prompt_token_ids)
+
+
+def _scope(request: Any) -> str:
+    adapter = request.lora_request
+    return guard.scope_digest(request.cache_salt, adapter.lora_name if adapter is not None else None)
+
 
 @dataclass(slots=True)
 class Turn:
@@ -46,8 +58,7 @@ class Turn:
 class Kept:
     """What makes a handle of a hold."""
 
-    tokens: "array[int]"
-    hashes: list[bytes]
+    text: guard.Text
     template: dict[str, Any]
     """kv_transfer_params as this vLLM version writes them."""
 
@@ -145,13 +156,10 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return 0, False
         if turn.readable is None and turn.refused is None:
             try:
-                turn.readable = guard.examine(
-                    params,
-                    self._rules(),
-                    request.prompt_token_ids or (),
-                    request.block_hashes,
-                    self._guards_off,
-                )
+                if not _is_plain_text(request):
+                    raise guard.RefusedError("hash")
+                prompt = guard.Text(request.prompt_token_ids, request.block_hashes, _scope(request))
+                turn.readable = guard.examine(params, self._rules(), prompt, self._guards_off)
             except guard.RefusedError as error:
                 turn.refused = error.reason
         if turn.readable is None:
@@ -234,6 +242,8 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             seen = self._notice_counts.pop(remote_request_id, 0) + 1
             if seen < self._ranks:
                 self._notice_counts[remote_request_id] = seen
+                if len(self._notice_counts) > _MAX_PARTIAL_NOTICES:
+                    self._notice_counts.pop(next(iter(self._notice_counts)))
                 return
         self._table.read_done(lease_id, token)
 
@@ -262,7 +272,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def _wants_hold(self, request: Any, turn: Turn) -> bool:
         cancelled = self._log.take_cancelled(turn.terms.turn_id)
-        if turn.terms.ttl_s <= 0 or request.mm_features or request.prompt_embeds is not None:
+        if turn.terms.ttl_s <= 0 or not _is_plain_text(request):
             return False
         if request.status in _COMPLETED:
             return True
@@ -283,11 +293,12 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         held = list(block_ids[0][:count])
         if covered <= 0 or len(held) < count:
             return None
-        kept = Kept(
+        text = guard.Text(
             array("I", request.all_token_ids[:covered]),
             list(request.block_hashes[: covered // self._hash_unit]),
-            self._template(request, block_ids),
+            _scope(request),
         )
+        kept = Kept(text, self._template(request, block_ids))
         self._pool.touch([self._pool.blocks[block] for block in held])
         hold = self._table.hold(
             turn.terms.turn_id,
@@ -324,7 +335,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             "remote_block_ids": [list(hold.blocks[: -(-num_tokens // self.block_size)])],
             "remote_num_tokens": num_tokens,
             "remote_blocks_expiry_time": deadline,
-            guard.SEAL: guard.seal(self._rules(), num_tokens, kept.tokens, kept.hashes),
+            guard.SEAL: guard.seal(self._rules(), num_tokens, kept.text),
         }
 
     def _rules(self) -> guard.Rules:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -116,8 +117,10 @@ class ControlServer:
         server = None
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-            server = await asyncio.start_unix_server(self._serve, str(self._path), limit=LINE_LIMIT)
-            self._path.chmod(0o600)
+            door = socket.socket(socket.AF_UNIX)
+            door.bind(str(self._path))
+            self._path.chmod(0o600)  # before it listens
+            server = await asyncio.start_unix_server(self._serve, sock=door, limit=LINE_LIMIT)
         self._ready.set()
         ticker = asyncio.create_task(self._keep_deadlines())
         await self._stop.wait()
