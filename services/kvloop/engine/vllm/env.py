@@ -51,6 +51,7 @@ def defaults(settings: EngineSettings) -> dict[str, str]:
         "VLLM_HOST_IP": settings.nixl_side_channel_host,
         # vLLM warns at length about what is chosen here on purpose.
         "VLLM_LOGGING_LEVEL": "ERROR" if settings.device == "cpu" else "WARNING",
+        "NIXL_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if Path(settings.model_path).exists():

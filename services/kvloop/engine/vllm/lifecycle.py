@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import functools
-import gc
 import multiprocessing
 import shutil
 import tempfile
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -99,8 +97,7 @@ class Core:
         if llm is not None:
             await _fail_requests(llm)
             await loop.run_in_executor(self._thread, functools.partial(llm.shutdown, timeout=GRACE_S))
-            del llm
-            _collect()
+            _close_sockets(llm)
         children, self._children = self._children, []
         if children:
             await loop.run_in_executor(self._thread, _end, children)
@@ -120,11 +117,13 @@ async def _fail_requests(llm: Any) -> None:
         await asyncio.gather(llm.output_handler, return_exceptions=True)
 
 
-def _collect() -> None:
-    """Let go of vLLM's sockets now. It leaves its ZeroMQ context to the collector, which warns of it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+def _close_sockets(llm: Any) -> None:
+    """Close vLLM's sockets and their context now; vLLM leaves the context to the garbage collector."""
+    resources = llm.engine_core.resources
+    for socket in (resources.input_socket, resources.output_socket):
+        if socket is not None:
+            socket.close(linger=0)
+    resources.ctx.destroy(linger=0)
 
 
 def _end(children: list[BaseProcess]) -> None:
