@@ -93,7 +93,7 @@ def _tokens_file(folder: Path) -> Path:
 
 @asynccontextmanager
 async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
-    """Start two P (with and without a prefix cache), one D, three routers and a store."""
+    """Start two P (with and without a prefix cache), one D, four routers and a store."""
     settings, facts = _vllm(model_dir()) if engine == "vllm" else _simulated()
     main, bare, decode = (f"127.0.0.1:{port}" for port in free_ports(3))
     tokens = str(_tokens_file(folder))
@@ -103,18 +103,22 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
             {"listen": main, "enable_prefix_caching": True, "begin_read_timeout_s": 5.0},
             {"listen": bare, "enable_prefix_caching": False, "begin_read_timeout_s": 5.0},
         ),
-        decode=({"listen": decode, "enable_prefix_caching": True},),
+        decode=({"listen": decode, "enable_prefix_caching": True, "soft_hints": True},),
         routers=(
             {**link, "prefill_endpoints": main},
             {**link, "prefill_endpoints": bare},
             {**link, "prefill_endpoints": main},
+            {**link, "prefill_endpoints": bare, "direct": True},
         ),
         workers={**settings, "kv_recompute_threshold": THRESHOLD, "test_hooks": True, **PATIENT},
     )
     async with Fleet(plan, folder / "parts") as fleet:
         ends = {name: Endpoint(fleet.endpoint(name)) for name in fleet.parts if name != "store"}
         stack = Stack(
-            routers={"main": ends["router-0"], "bare": ends["router-1"], "twin": ends["router-2"]},
+            routers={
+                name: ends[f"router-{number}"]
+                for number, name in enumerate(("main", "bare", "twin", "direct"))
+            },
             prefills={"p1": ends["prefill-0"], "p2": ends["prefill-1"]},
             decodes={"d1": ends["decode-0"]},
             threshold=THRESHOLD,

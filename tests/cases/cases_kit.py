@@ -77,7 +77,7 @@ class Endpoint:
 @dataclass(slots=True)
 class Stack:
     """A running fleet, seen from outside. Routers: `main` (P with a prefix cache), `bare` (P without),
-    `twin` (a second replica of main)."""
+    `twin` (a second replica of main), `direct` (as bare, and D may go on from what it holds)."""
 
     routers: dict[str, Endpoint]
     prefills: dict[str, Endpoint]

@@ -24,6 +24,12 @@ class Entries:
                 return bytes(key)
         raise AssertionError("the lease is not in the directory")
 
+    async def entry(self, lease_id: str) -> lease_pb2.DirectoryEntry:
+        """Return a lease's entry."""
+        entry = codec.decode(await self.raw(await self.key_of(lease_id)))
+        assert entry is not None
+        return entry
+
     async def raw(self, key: bytes) -> bytes:
         """Return an entry's value."""
         value = await self._client.get(key)

@@ -37,6 +37,7 @@ class DecodeRequest(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per attempt."""
     prompt_token_ids: _builtins.bytes
@@ -57,11 +58,15 @@ class DecodeRequest(_message.Message):
 
     @_builtins.property
     def handle(self) -> _lease_pb2.KvHandle:
-        """The prompt's KV at the prefill worker."""
+        """The prompt's KV at the prefill worker; absent for DIRECT."""
 
     @_builtins.property
     def retention(self) -> _turn_pb2.Retention:
         """What to keep."""
+
+    @_builtins.property
+    def direct(self) -> Global___DirectTerms:
+        """The worker's own lease that the prompt goes on from (DIRECT); excludes handle."""
 
     def __init__(
         self,
@@ -74,16 +79,57 @@ class DecodeRequest(_message.Message):
         handle: _lease_pb2.KvHandle | None = ...,
         retention: _turn_pb2.Retention | None = ...,
         priority: _builtins.int | None = ...,
+        direct: Global___DirectTerms | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "handle", b"handle", "model", b"model", "priority", b"priority", "retention", b"retention", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "direct", b"direct", "handle", b"handle", "model", b"model", "priority", b"priority", "retention", b"retention", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "handle", b"handle", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "direct", b"direct", "handle", b"handle", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
+
+@_typing.final
+class DirectTerms(_message.Message):
+    """DirectTerms names the lease without which a turn is not to be served here. A worker that can't prove
+    that the prompt begins with the lease's tokens, or can't pin it, says so before any token: LEASE_NOT_FOUND,
+    LEASE_EPOCH, LEASE_EXPIRED, PREFIX_DIVERGED, INCOMPATIBLE_ENGINES, or OVERLOADED when too many such tokens
+    are being computed. The turn then goes through a prefill worker.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SOFT_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """The lease."""
+    epoch: _builtins.str
+    """The epoch under which it was found."""
+    num_tokens: _builtins.int
+    """Tokens that the prompt must share with the lease."""
+    soft: _builtins.bool
+    """Whether the lease's hold is over, so that the prefix cache alone may have its blocks: nothing is
+    pinned, and what the cache has lost is computed.
+    """
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        epoch: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        soft: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_id", b"lease_id", "num_tokens", b"num_tokens", "soft", b"soft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DirectTerms: _TypeAlias = DirectTerms  # noqa: Y015
 
 @_typing.final
 class DecodeResponse(_message.Message):
@@ -129,6 +175,7 @@ class DecodeSummary(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     DISPLACED_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _turn_pb2.FinishReason.ValueType
     """What ended the answer."""
     stop_reason: _builtins.str
@@ -147,6 +194,10 @@ class DecodeSummary(_message.Message):
     def handoff(self) -> _turn_pb2.Transfer:
         """The P->D read."""
 
+    @_builtins.property
+    def tokens(self) -> _turn_pb2.TokenSources:
+        """Prompt tokens by source, for DIRECT: d_local and computed."""
+
     def __init__(
         self,
         *,
@@ -156,10 +207,11 @@ class DecodeSummary(_message.Message):
         lease: _turn_pb2.LeaseInfo | None = ...,
         displaced: Global___DisplacedLease | None = ...,
         handoff: _turn_pb2.Transfer | None = ...,
+        tokens: _turn_pb2.TokenSources | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "displaced", b"displaced", "handoff", b"handoff", "lease", b"lease", "stop_reason", b"stop_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "displaced", b"displaced", "handoff", b"handoff", "lease", b"lease", "stop_reason", b"stop_reason", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "displaced", b"displaced", "finish_reason", b"finish_reason", "handoff", b"handoff", "lease", b"lease", "output_tokens", b"output_tokens", "stop_reason", b"stop_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "displaced", b"displaced", "finish_reason", b"finish_reason", "handoff", b"handoff", "lease", b"lease", "output_tokens", b"output_tokens", "stop_reason", b"stop_reason", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_reason: _TypeAlias = _typing.Literal["stop_reason"]  # noqa: Y015
     _WhichOneofArgType__stop_reason: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason"]  # noqa: Y015

@@ -65,6 +65,7 @@ class WorkerInfo(_message.Message):
     KV_RECOMPUTE_THRESHOLD_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     role: Global___WorkerRole.ValueType
     """The leg served."""
     worker_id: _builtins.str
@@ -87,6 +88,8 @@ class WorkerInfo(_message.Message):
     """Whether D->P reads are served (D) or issued (P)."""
     kv_recompute_threshold: _builtins.int
     """Below this many readable tokens a prompt is recomputed."""
+    prefix_caching: _builtins.bool
+    """Whether the engine's prefix cache is on: without it a decode worker can't go on from what it holds."""
     @_builtins.property
     def model(self) -> _turn_pb2.ModelRef:
         """The weights served."""
@@ -121,10 +124,11 @@ class WorkerInfo(_message.Message):
         kv_recompute_threshold: _builtins.int = ...,
         pool: Global___PoolState | None = ...,
         counters: Global___EngineCounters | None = ...,
+        prefix_caching: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "model", b"model", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bidirectional_kv_xfer", b"bidirectional_kv_xfer", "block_size", b"block_size", "compatibility", b"compatibility", "counters", b"counters", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "kv_recompute_threshold", b"kv_recompute_threshold", "max_model_len", b"max_model_len", "model", b"model", "pool", b"pool", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bidirectional_kv_xfer", b"bidirectional_kv_xfer", "block_size", b"block_size", "compatibility", b"compatibility", "counters", b"counters", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "kv_recompute_threshold", b"kv_recompute_threshold", "max_model_len", b"max_model_len", "model", b"model", "pool", b"pool", "prefix_caching", b"prefix_caching", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

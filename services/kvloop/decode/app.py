@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+from kvloop.decode.direct import Direct, DirectPolicy
 from kvloop.decode.keeper import Keeper, Policy
 from kvloop.decode.publishing import Publisher
 from kvloop.decode.reading import Reading, ReadPolicy
@@ -105,13 +106,15 @@ class DecodeApp:
             ttl_s=settings.decoder_kv_blocks_ttl,
             max_ttl_s=settings.max_ttl_s,
             publish_bound_s=settings.publish_bound_s,
+            soft_hints=settings.soft_hints,
         )
         keeper = Keeper(engine, publisher, clock, policy)
+        direct = Direct(engine, keeper, clock, DirectPolicy(budget=settings.direct_budget_tokens))
         return Parts(
             engine=engine,
             keeper=keeper,
             reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s)),
-            turns=Turns(engine, keeper, clock, self._life.worker_id),
+            turns=Turns(engine, keeper, direct, clock, self._life.worker_id),
             clock=clock,
             worker_id=self._life.worker_id,
         )

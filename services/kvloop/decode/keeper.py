@@ -42,6 +42,8 @@ class Policy:
     publish_retry_s: float = 0.1
     """First pause between attempts; doubles up to 2 s."""
     watch_retry_s: float = 1.0
+    soft_hints: bool = False
+    """Whether an evicted lease stays in the directory, as one that the prefix cache may still have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,13 @@ class Keeper:
     async def release(self, lease_id: str) -> bool:
         """Let go of a lease; False when it is not live."""
         lease = self.table.get(lease_id)
-        return lease is not None and await self._retire(lease, Ended.RELEASED)
+        if lease is None:
+            return False
+        if lease.ended is Ended.EVICTED and self._policy.soft_hints:
+            # Nothing is held, but the directory may still name it.
+            async with self._lock(lease.scope):
+                await self._publisher.remove(lease)
+        return await self._retire(lease, Ended.RELEASED)
 
     async def release_scope(self, scope: bytes) -> bool:
         """Let go of all that is held for a conversation; False when nothing is."""
@@ -257,7 +265,10 @@ class Keeper:
         if was_live:
             _log.debug("lease_ended", lease_id=lease.lease_id, why=why.value)
             async with self._lock(lease.scope):
-                await self._publisher.remove(lease)
+                if why is Ended.EVICTED and self._policy.soft_hints:
+                    await self._publisher.soften(lease)
+                else:
+                    await self._publisher.remove(lease)
 
     async def _release_hold(self, lease_id: str) -> None:
         try:

@@ -10,6 +10,8 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable
 
+from kvloop.decode import direct
+from kvloop.decode.direct import Direct
 from kvloop.decode.keeper import Keeper, Kept
 from kvloop.decode.pump import Pump
 from kvloop.engine.port import DecodeJob, Engine, EngineFacts, Finish, HoldTerms
@@ -36,7 +38,9 @@ def check_request(request: decode_service_pb2.DecodeRequest, facts: EngineFacts)
     checks.check_sampling(request.sampling, vocab_size=facts.vocab_size)
     checks.check_lengths(length, request.sampling, facts.max_model_len)
     checks.check_retention(request.retention)
-    if request.HasField("handle"):
+    if request.HasField("direct"):
+        direct.check_terms(request)
+    elif request.HasField("handle"):
         _check_handle(request.handle.params_json)
 
 
@@ -60,6 +64,8 @@ class Leg:
         request: decode_service_pb2.DecodeRequest,
         engine: Engine,
         keeper: Keeper,
+        direct: Direct,
+        *,
         clock: Clock,
         worker_id: str,
     ) -> None:
@@ -72,7 +78,12 @@ class Leg:
         self._hold = retention.hold if retention.HasField("hold") else True
         self._hold_on_cancel = retention.hold_on_cancel
         self._terms = self._hold_terms()
-        self._pump = Pump(engine.decode(self._job()))
+        job = self._job()
+        self._pump = Pump(
+            direct.deltas(request.direct, request.scope.digest_key, job)
+            if request.HasField("direct")
+            else engine.decode(job)
+        )
         self._over = False
         self._task: asyncio.Task[None] | None = None
         self._summary: decode_service_pb2.DecodeSummary | None = None
@@ -136,6 +147,9 @@ class Leg:
             summary.handoff.duration_ms = finish.handoff.duration_ms
             summary.handoff.bytes = finish.handoff.bytes
             summary.handoff.descriptors = finish.handoff.descriptors
+        if self._request.HasField("direct"):
+            summary.tokens.d_local = finish.sources.local
+            summary.tokens.computed = finish.sources.computed
         return summary
 
     async def _cancelled(self) -> None:

@@ -66,6 +66,17 @@ class Publisher:
         ttl = max(remaining - self._margin_s, remaining / 2)
         return await self._directory.publish(lease.scope, self.entry(lease), ttl)
 
+    async def soften(self, lease: Lease) -> None:
+        """Mark a lease's entry as no longer held, if it is still the one that stands."""
+        try:
+            found = await self._directory.lookup(lease.scope)
+            if found.entry is None or found.entry.lease_id != lease.lease_id:
+                return
+            found.entry.held = False
+            await self._directory.publish(lease.scope, found.entry, found.remaining_s)
+        except DirectoryUnavailable as error:
+            _log.info("entry_not_softened", lease_id=lease.lease_id, outage=str(error))
+
     async def remove(self, lease: Lease) -> None:
         """Remove a lease's entry if it is still the one that stands."""
         try:

@@ -22,6 +22,11 @@ class DecodeSettings(WorkerSettings):
     """How much earlier than its lease a directory entry ends."""
     publish_bound_s: float = Field(30.0, ge=0)
     """For how long the publication of a lease is tried again."""
+    direct_budget_tokens: int = Field(4096, ge=1)
+    """Suffix tokens that DIRECT turns compute here at a time; more are sent through a prefill worker."""
+    soft_hints: bool = False
+    """Whether the directory keeps naming an evicted lease, so that a DIRECT turn may find its blocks in the
+    prefix cache."""
     drain_limit_s: float = Field(30.0, ge=0)
     """For how long a draining worker serves its leases."""
 

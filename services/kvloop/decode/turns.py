@@ -2,6 +2,7 @@
 
 import asyncio
 
+from kvloop.decode.direct import Direct
 from kvloop.decode.keeper import Keeper
 from kvloop.decode.leg import Leg, check_request
 from kvloop.engine.port import Engine
@@ -12,9 +13,10 @@ from kvloop.v1alpha1 import decode_service_pb2
 class Turns:
     """Starts legs and waits for them."""
 
-    def __init__(self, engine: Engine, keeper: Keeper, clock: Clock, worker_id: str) -> None:
+    def __init__(self, engine: Engine, keeper: Keeper, direct: Direct, clock: Clock, worker_id: str) -> None:
         self._engine = engine
         self._keeper = keeper
+        self._direct = direct
         self._clock = clock
         self._worker_id = worker_id
         self._tasks: set[asyncio.Task[None]] = set()
@@ -22,7 +24,14 @@ class Turns:
     def begin(self, request: decode_service_pb2.DecodeRequest) -> Leg:
         """Check a request and start its leg. Raises Failure; nothing is held then."""
         check_request(request, self._engine.facts)
-        leg = Leg(request, self._engine, self._keeper, self._clock, self._worker_id)
+        leg = Leg(
+            request,
+            self._engine,
+            self._keeper,
+            self._direct,
+            clock=self._clock,
+            worker_id=self._worker_id,
+        )
         task = leg.start()
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

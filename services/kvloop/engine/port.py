@@ -33,6 +33,7 @@ class EngineFacts:
     """Digest of what two engines must have equal to exchange KV."""
     bidirectional_kv_xfer: bool
     kv_recompute_threshold: int
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)

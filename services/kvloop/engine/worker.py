@@ -87,6 +87,7 @@ def worker_info(facts: EngineFacts, role: Role, worker_id: str) -> worker_pb2.Wo
         compatibility=facts.compatibility,
         bidirectional_kv_xfer=facts.bidirectional_kv_xfer,
         kv_recompute_threshold=facts.kv_recompute_threshold,
+        prefix_caching=facts.prefix_caching,
     )
 
 

@@ -1,6 +1,8 @@
 """One attempt of a turn: two workers, two legs, and what happens when one of them fails.
 
-Nothing waits between the legs: the prefill worker holds its blocks only for a short time.
+Nothing waits between the legs: the prefill worker holds its blocks only for a short time. A DIRECT attempt
+has one worker and one leg; when that worker can't prove or pin what it holds, it says so before any token
+and the turn goes through a prefill worker instead.
 """
 
 import asyncio
@@ -10,16 +12,27 @@ from collections.abc import Iterator
 
 from kvloop.router import verdict as verdicts
 from kvloop.router.legs import CHUNK_TAG, LegFailed, timed_out
-from kvloop.router.planning import look_again
+from kvloop.router.planning import look_again, verdict
 from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Verdict, Why
-from kvloop.router.worker import AnyWorker
+from kvloop.router.worker import AnyWorker, DecodeWorker
+from kvloop.router.workers import Pair
 from kvloop.runtime import logs
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, turn_pb2
 
 _TELL_TIMEOUT_S = 3.0
+# What a holder answers that will not go on from its lease, and what that says of the lease. UNSPECIFIED:
+# nothing, it may still be read.
+_REFUSALS = {
+    Reason.ERROR_REASON_LEASE_NOT_FOUND: Why.REUSE_REASON_NOT_FOUND,
+    Reason.ERROR_REASON_LEASE_EXPIRED: Why.REUSE_REASON_EXPIRED,
+    Reason.ERROR_REASON_LEASE_EPOCH: Why.REUSE_REASON_EPOCH,
+    Reason.ERROR_REASON_PREFIX_DIVERGED: Why.REUSE_REASON_UNSPECIFIED,
+    Reason.ERROR_REASON_INCOMPATIBLE_ENGINES: Why.REUSE_REASON_UNSPECIFIED,
+    Reason.ERROR_REASON_OVERLOADED: Why.REUSE_REASON_UNSPECIFIED,
+}
 
 _log = logs.get("router")
 
@@ -28,11 +41,15 @@ def place(turn: Turn, tools: Tools) -> None:
     """Choose the two workers of a new attempt. Failure NO_WORKER."""
     with turn.timed("place"):
         turn.new_attempt()
+        if turn.is_direct:
+            assert turn.holder is not None
+            turn.pair = Pair(None, turn.holder)
+            return
         reads_back = turn.decided.verdict == Verdict.VERDICT_READBACK
         turn.pair = tools.pool.pick(
             turn.served, prefer_decode=turn.holder, avoid=turn.avoid, reads_back=reads_back
         )
-        info = turn.pair.prefill.info
+        info = turn.pair.prefill.info if turn.pair.prefill is not None else None
         # A prefill engine that can't read back would wait for the handle's blocks for ever.
         if reads_back and (info is None or not info.bidirectional_kv_xfer):
             turn.decision = verdicts.cold(Why.REUSE_REASON_INCOMPATIBLE)
@@ -53,6 +70,7 @@ async def prefill(turn: Turn, tools: Tools) -> None:
 
 async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.PrefillResponse:
     assert turn.pair is not None
+    assert turn.pair.prefill is not None
     worker = turn.pair.prefill
     request = prefill_request(turn)
     limit = min(turn.time_left_s(), tools.settings.prefill_timeout_s)
@@ -102,20 +120,66 @@ def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
 
 
 def decode_request(turn: Turn) -> decode_service_pb2.DecodeRequest:
-    """Return the second leg's request."""
-    assert turn.prefilled is not None
+    """Return the second leg's request: with P's handle, or with the lease to go on from."""
     request = decode_service_pb2.DecodeRequest(
         request_id=turn.attempt_id,
         model=_model(turn),
         scope=turn.scope,
         prompt_token_ids=turn.request.prompt_token_ids,
         sampling=turn.request.sampling,
-        handle=turn.prefilled.handle,
         retention=turn.request.retention,
     )
+    if turn.prefilled is not None:
+        request.handle.CopyFrom(turn.prefilled.handle)
+    else:
+        assert turn.entry is not None
+        request.direct.CopyFrom(
+            decode_service_pb2.DirectTerms(
+                lease_id=turn.entry.lease_id,
+                epoch=turn.entry.epoch,
+                num_tokens=turn.entry.num_tokens,
+                soft=not turn.entry.held,
+            )
+        )
     if turn.request.HasField("priority"):
         request.priority = turn.request.priority
     return request
+
+
+async def go_on(turn: Turn, tools: Tools, relay: Relay) -> bool:
+    """Have D go on from what it holds (DIRECT); False when it would not, and the turn is decided anew.
+
+    Raises LegFailed.
+    """
+    assert turn.pair is not None
+    worker, suffix = turn.pair.decode, turn.prompt_tokens - turn.decided.expected_tokens
+    worker.direct_tokens += suffix
+    turn.on_first_event = lambda: _computed(worker, suffix)
+    try:
+        await decode(turn, tools, relay)
+        return True
+    except LegFailed as failed:
+        reason = _REFUSALS.get(failed.failure.reason) if failed.answered and not turn.streaming else None
+        if reason is None:
+            raise
+        turn.direct_refused = True
+        turn.avoid.discard(worker)
+        _log.info("direct_refused", request_id=turn.request_id, reason=failed.failure.reason_name)
+    finally:
+        turn.first_event()
+    # A refusal is an answer, not a failed attempt.
+    turn.attempt -= 1
+    if reason == Why.REUSE_REASON_NOT_FOUND and not turn.looked_again:
+        await look_again(turn, tools)
+    elif reason == Why.REUSE_REASON_UNSPECIFIED:
+        verdict(turn, tools)
+    else:
+        turn.decision = verdicts.cold(reason)
+    return False
+
+
+def _computed(worker: DecodeWorker, suffix: int) -> None:
+    worker.direct_tokens -= suffix
 
 
 async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
@@ -132,6 +196,7 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
             except TimeoutError:
                 raise timed_out("first chunk") from None
             turn.first_event_at = tools.clock.monotonic()
+            turn.first_event()
             turn.timings["first_chunk"] = (turn.first_event_at - turn.started) * 1000
             if first is not None:
                 _pass_on(turn, relay, first)
@@ -199,6 +264,8 @@ def _abandon_prefill(turn: Turn, tools: Tools) -> None:
     # is done with it. A cancelled or lost D may still be reading, and its engine tells P when it has
     # finished; P's own deadline covers what remains.
     assert turn.pair is not None
+    if turn.pair.prefill is None:
+        return
     tools.background.tell(turn.pair.prefill.link.release(turn.attempt_id, _TELL_TIMEOUT_S))
 
 

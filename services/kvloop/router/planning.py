@@ -71,7 +71,8 @@ def verdict(turn: Turn, tools: Tools) -> None:
                 turn.holder = worker if holder.same_epoch else None
             if ruled_out is None:
                 expected = verdicts.expect(turn.scope.digest_key, turn.request.prompt_token_ids, entry)
-        threshold = tools.settings.kv_recompute_threshold
+        settings = tools.settings
+        threshold = settings.kv_recompute_threshold
         turn.decision = verdicts.decide(
             verdicts.Question(
                 prompt_tokens=turn.prompt_tokens,
@@ -80,6 +81,7 @@ def verdict(turn: Turn, tools: Tools) -> None:
                 lease=lease,
                 holder=holder,
                 expected=expected,
+                direct=_direct_limits(turn, settings),
             )
         )
 
@@ -87,11 +89,20 @@ def verdict(turn: Turn, tools: Tools) -> None:
 def _describe(worker: DecodeWorker, entry: lease_pb2.DirectoryEntry, turn: Turn) -> verdicts.Holder:
     info = worker.info
     assert info is not None
+    can_serve = turn.served.fits(info) and info.bidirectional_kv_xfer
     return verdicts.Holder(
         ready=worker.ready,
         same_epoch=info.epoch == entry.epoch,
-        can_serve_reads=turn.served.fits(info) and info.bidirectional_kv_xfer,
+        can_serve_reads=can_serve,
+        can_go_on=can_serve and info.prefix_caching,
+        direct_tokens=worker.direct_tokens,
     )
+
+
+def _direct_limits(turn: Turn, settings: RouterSettings) -> verdicts.DirectLimits | None:
+    if not settings.direct or turn.direct_refused:
+        return None
+    return verdicts.DirectLimits(settings.direct_max_suffix, settings.direct_budget_tokens)
 
 
 def _ruled_out(turn: Turn, settings: RouterSettings) -> "turn_pb2.ReuseReason.ValueType | None":
@@ -108,7 +119,7 @@ def _ruled_out(turn: Turn, settings: RouterSettings) -> "turn_pb2.ReuseReason.Va
 
 
 async def look_again(turn: Turn, tools: Tools) -> None:
-    """After P found the lease gone: a sibling may have published a longer one meanwhile.
+    """After a worker found the lease gone: a sibling may have published a longer one meanwhile.
 
     A turn looks again at most once, and goes cold when the directory still names the lease that is gone.
     """

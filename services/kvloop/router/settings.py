@@ -35,6 +35,12 @@ class RouterSettings(Settings):
     """Whether histories are read back at all."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] | None = None
     """Below this many readable tokens a prompt is recomputed; absent: as the workers say."""
+    direct: bool = False
+    """Whether a decode worker may go on from what it holds, without a prefill leg."""
+    direct_max_suffix: Annotated[int, Field(ge=1)] = 512
+    """Most new tokens of a prompt that a decode worker computes itself."""
+    direct_budget_tokens: Annotated[int, Field(ge=1)] = 2048
+    """New tokens that this router has each decode worker compute at a time."""
     max_concurrent_turns: Annotated[int, Field(ge=1)] = 1024
     """Turns served at once; more are told to come back."""
     retry_after_ms: Annotated[int, Field(ge=1)] = 200
@@ -96,6 +102,8 @@ class RouterSettings(Settings):
                 )
         if self.kv_recompute_threshold is not None and not self.reuse:
             raise ValueError("kv_recompute_threshold has no effect while reuse is off; remove one of them")
+        if self.direct and not self.reuse:
+            raise ValueError("direct has no effect while reuse is off; remove one of them")
         return self
 
 

@@ -1,6 +1,7 @@
 """The steps of a turn, and their order.
 
     admit -> lookup -> verdict -> (place -> prefill -> decode) -> summary
+                                  (place -> go on, for DIRECT)
 
 Each step reads and fills the Turn and is timed under its own name. What stands in brackets is one attempt:
 when a leg fails before the first chunk, the turn starts again there, cold, with a fresh id.
@@ -8,7 +9,7 @@ when a leg fails before the first chunk, the turn starts again there, cold, with
 
 import secrets
 
-from kvloop.router.attempts import decode, place, prefill, start_again
+from kvloop.router.attempts import decode, go_on, place, prefill, start_again
 from kvloop.router.identity import Owner
 from kvloop.router.legs import LegFailed
 from kvloop.router.planning import lookup, verdict
@@ -35,6 +36,10 @@ async def serve(turn: Turn, tools: Tools, relay: Relay) -> None:
     while True:
         try:
             place(turn, tools)
+            if turn.is_direct:
+                if await go_on(turn, tools, relay):
+                    break
+                continue
             await prefill(turn, tools)
             await decode(turn, tools, relay)
             break
@@ -99,7 +104,6 @@ def check_salt(salt: str) -> None:
 def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
     """Return the end of the answer."""
     assert turn.pair is not None
-    assert turn.prefilled is not None
     assert turn.decoded is not None
     decoded, prefilled = turn.decoded, turn.prefilled
     response = router_service_pb2.GenerateResponse()
@@ -109,16 +113,21 @@ def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
         out.stop_reason = decoded.stop_reason
     out.prompt_tokens = turn.prompt_tokens
     out.output_tokens = decoded.output_tokens
-    out.reuse.CopyFrom(prefilled.reuse)
-    out.reuse.retried = prefilled.reuse.retried or turn.attempt > 1
+    if prefilled is not None:
+        out.reuse.CopyFrom(prefilled.reuse)
+        out.prompt_logprobs.extend(prefilled.prompt_logprobs)
+    else:
+        out.reuse.verdict, out.reuse.reason = turn.decided.verdict, turn.decided.reason
+        out.reuse.tokens.CopyFrom(decoded.tokens)
+    out.reuse.retried = out.reuse.retried or turn.attempt > 1
     if decoded.HasField("handoff"):
         out.reuse.handoff.CopyFrom(decoded.handoff)
     if decoded.HasField("lease"):
         out.lease.CopyFrom(decoded.lease)
-    out.prompt_logprobs.extend(prefilled.prompt_logprobs)
     if turn.first_event_at is not None:
         out.ttft_ms = (turn.first_event_at - turn.started) * 1000
     out.request_id = turn.request_id
-    out.prefill_worker = turn.pair.prefill.name
+    if turn.pair.prefill is not None:
+        out.prefill_worker = turn.pair.prefill.name
     out.decode_worker = turn.pair.decode.name
     return response

@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvloop.metastore.port import LeaseDirectory
@@ -56,6 +56,8 @@ class Turn:
     holder: DecodeWorker | None = None
     """The decode worker that holds the history, if it still does."""
     looked_again: bool = False
+    direct_refused: bool = False
+    """Whether the holder would not go on from its lease; the turn is not offered to it again."""
 
     # legs
     attempt: int = 0
@@ -67,6 +69,8 @@ class Turn:
     prefilled: prefill_service_pb2.PrefillResponse | None = None
     decoded: decode_service_pb2.DecodeSummary | None = None
     first_event_at: float | None = None
+    on_first_event: Callable[[], None] | None = None
+    """Called once, when D's first event arrives or the attempt ends without one."""
     streaming: bool = False
     """Whether a chunk was passed on; from then on the turn can't start again."""
 
@@ -78,9 +82,20 @@ class Turn:
         assert self.decision is not None
         return self.decision
 
+    @property
+    def is_direct(self) -> bool:
+        """Tell whether the turn goes without a prefill leg, as decided so far."""
+        return self.decision is not None and self.decision.verdict == turn_pb2.VERDICT_DIRECT
+
     def time_left_s(self) -> float:
         """Return the seconds until the caller's deadline; negative when it is over."""
         return self.deadline - self.clock.monotonic()
+
+    def first_event(self) -> None:
+        """Call what waits for the first event, once."""
+        waiting, self.on_first_event = self.on_first_event, None
+        if waiting is not None:
+            waiting()
 
     def new_attempt(self) -> None:
         """Forget the former attempt's legs and take a fresh id."""

@@ -4,8 +4,7 @@ The directory's entry holds truncated digests of the held history at a few lengt
 the new prompt, and the first that does not, bound the tokens that both share to [matched, upper); P settles
 the exact number with the holder. So a verdict is an expectation: a wrong one costs time, never a token.
 
-A rule looks at the question and either answers or passes on; the first answer stands. A further way
-(DIRECT) or measured costs are a rule ahead of the read, and a field of the question.
+A rule looks at the question and either answers or passes on; the first answer stands.
 """
 
 import hmac
@@ -47,6 +46,20 @@ class Holder:
     same_epoch: bool
     can_serve_reads: bool
     """Same KV format as the model's workers, and reads are switched on."""
+    can_go_on: bool = False
+    """The same, and its prefix cache is on."""
+    direct_tokens: int = 0
+    """Suffix tokens of DIRECT turns that this router has it compute right now."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectLimits:
+    """What a decode worker may compute itself, in tokens."""
+
+    max_suffix: int
+    """Of one turn."""
+    budget: int
+    """Of all turns at a time; one that alone has more is taken when there is no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,8 @@ class Question:
     holder: Holder | None = None
     """None when no such worker is known."""
     expected: Expected | None = None
+    direct: DirectLimits | None = None
+    """None when DIRECT is switched off, or was refused to this turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +128,7 @@ def _ruled_out(question: Question) -> Decision | None:
 def _lease(question: Question) -> Decision | None:
     if question.lease is None:
         return cold(Why.REUSE_REASON_NOT_FOUND)
-    if question.lease.remaining_s <= 0 or not question.lease.held:
+    if question.lease.remaining_s <= 0:
         return cold(Why.REUSE_REASON_EXPIRED)
     return None
 
@@ -132,6 +147,28 @@ def _holder(question: Question) -> Decision | None:
     return None
 
 
+def _direct(question: Question) -> Decision | None:
+    lease, holder, expected, limits = question.lease, question.holder, question.expected, question.direct
+    if limits is None or lease is None or holder is None or expected is None or not holder.can_go_on:
+        return None
+    # Only a prompt that is proven to go on from the whole of what is held.
+    if expected.diverged or expected.matched < lease.num_tokens or lease.num_tokens < 1:
+        return None
+    suffix = question.prompt_tokens - lease.num_tokens
+    if not 0 < suffix <= limits.max_suffix:
+        return None
+    if holder.direct_tokens and holder.direct_tokens + suffix > limits.budget:
+        return None
+    return Decision(Verdict.VERDICT_DIRECT, Why.REUSE_REASON_PROVEN, lease.num_tokens)
+
+
+def _held(question: Question) -> Decision | None:
+    # What is no longer held can't be read; only the worker itself may still have it.
+    if question.lease is not None and not question.lease.held:
+        return cold(Why.REUSE_REASON_EXPIRED)
+    return None
+
+
 def _read(question: Question) -> Decision:
     expected = question.expected
     most = 0 if expected is None else min(expected.upper, question.prompt_tokens) - 1
@@ -141,4 +178,4 @@ def _read(question: Question) -> Decision:
     return Decision(Verdict.VERDICT_READBACK, Why.REUSE_REASON_PROVEN, most)
 
 
-_RULES: tuple[Rule, ...] = (_ruled_out, _lease, _holder, _read)
+_RULES: tuple[Rule, ...] = (_ruled_out, _lease, _holder, _direct, _held, _read)

@@ -49,7 +49,8 @@ class Served:
 class Pair:
     """The two workers of one attempt."""
 
-    prefill: PrefillWorker
+    prefill: PrefillWorker | None
+    """None for DIRECT."""
     decode: DecodeWorker
 
 

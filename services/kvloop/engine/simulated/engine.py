@@ -76,6 +76,7 @@ class SimulatedEngine:
             compatibility=self._compatibility,
             bidirectional_kv_xfer=s.bidirectional_kv_xfer,
             kv_recompute_threshold=s.kv_recompute_threshold,
+            prefix_caching=s.enable_prefix_caching,
         )
 
     @property

@@ -29,6 +29,7 @@ def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> En
         compatibility=compatibility(settings, vllm_config, version),
         bidirectional_kv_xfer=settings.bidirectional_kv_xfer,
         kv_recompute_threshold=settings.kv_recompute_threshold,
+        prefix_caching=settings.enable_prefix_caching,
     )
 
 
