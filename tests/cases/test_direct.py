@@ -77,20 +77,24 @@ async def test_direct_direct_readback(case: Case, history: list[int], suffix: li
     case.expect(four, "READBACK", "PROVEN", three.summary.lease.num_tokens)
 
 
-async def push_out(case: Case, lease_id: str) -> None:
-    """Fill D's budget of holds until a lease has to go."""
-    for number in range(200):
+async def push_out(case: Case, lease_id: str) -> int:
+    """Fill D's budget of holds until a lease has to go; return how many blocks were free just then."""
+    pushed = 0
+    while pushed < 200:
         if lease_id not in {lease.lease_id for lease in await case.stack.leases()}:
             break
-        await case.turn([100 + number] * 200, case.name(f"push{number}"), check=False, max_tokens=1)
+        await case.turn([100 + pushed] * 200, case.name(f"push{pushed}"), check=False, max_tokens=1)
+        pushed += 1
 
     async def softened() -> bool:
         async with open_entries(case.stack) as entries:
             return not (await entries.entry(lease_id)).held
 
     assert await until(softened), "the lease is still held"
-    for number in range(200):
+    free = (await case.stack.free_blocks())["d1"]
+    for number in range(pushed):
         await case.stack.end(case.name(f"push{number}"))
+    return free
 
 
 @pytest.mark.case("G3", "DIRECT hit")
@@ -105,19 +109,25 @@ async def test_soft_lease_whole(case: Case, history: list[int], suffix: list[int
 async def test_soft_lease_partly_overwritten(case: Case, history: list[int], suffix: list[int]) -> None:
     stack = case.stack
     one = await case.turn(history)
-    await push_out(case, one.summary.lease.lease_id)
+    free = await push_out(case, one.summary.lease.lease_id)
     # Blocks are taken in the order in which they came free: all that came before the lease's, then half
     # of the lease's own.
     size = stack.block_size
     blocks = one.summary.lease.num_tokens // size
     nothing = turn_pb2.Retention(hold=False)
-    left = (await stack.free_blocks())["d1"]
+    left = free - blocks // 2
     number = 0
     while left > 0:
         take = min(left, 16)
         left -= take
         number += 1
-        await case.turn([500 + number] * (take * size - 1), "", check=False, max_tokens=1, retention=nothing)
+        await case.turn(
+            [500 + number] * (take * size - 1),
+            case.name(f"take{number}"),
+            check=False,
+            max_tokens=1,
+            retention=nothing,
+        )
     two = await case.turn([*history, *one.ids, *suffix])
     case.expect(two, "DIRECT", "PROVEN", 0)
     assert 0 < two.sources.d_local < blocks * size
