@@ -88,7 +88,7 @@ class SimFleet:
 
     async def add_decode(self, listen: str = "127.0.0.1:0") -> Node:
         engine = SimulatedEngine(SimulatedSettings(**self.engine), "decode", fabric=self.fabric)
-        flags = {"directory_margin": 0.0} | _common(listen, f"d{len(self.decodes)}") | self.decode
+        flags = {"directory_margin_s": 0.0} | _common(listen, f"d{len(self.decodes)}") | self.decode
         app = DecodeApp(DecodeSettings.load(flags=flags), engine=engine, store=self.store)
         return await self._added(Node(app, engine), self.decodes)
 
@@ -168,7 +168,7 @@ class SimClient(Client):
 
 
 def _common(listen: str, name: str) -> dict[str, Any]:
-    return {"engine": "simulated", "listen": listen, "worker_id": name, "stop_grace": 0.0}
+    return {"engine": "simulated", "listen": listen, "worker_id": name, "stop_grace_s": 0.0}
 
 
 async def until_async(condition: Callable[[], Awaitable[bool]], what: str, limit_s: float = 20.0) -> None:

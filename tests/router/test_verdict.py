@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloop.router.verdict import Decision, Expected, Holder, Lease, Question, Verdict, Why, decide, expect
+from kvloop.router.costs import Costs
+from kvloop.router.verdict import (
+    Decision,
+    DirectLimits,
+    Expected,
+    Holder,
+    Lease,
+    Question,
+    Verdict,
+    Why,
+    decide,
+    expect,
+)
 from kvloop.runtime import tokens
 from kvloop.runtime.digests import COARSE_BYTES, coarse_lengths, prefix_digests
 from kvloop.v1alpha1 import lease_pb2
@@ -21,6 +33,10 @@ GOOD = Question(
     holder=WELL,
     expected=Expected(900, 901, diverged=False),
 )
+LIMITS = DirectLimits(max_suffix=100, budget=150)
+DIRECT = replace(GOOD, holder=replace(WELL, can_go_on=True), direct=LIMITS)
+GOES_ON = Decision(Verdict.VERDICT_DIRECT, Why.REUSE_REASON_PROVEN, 900)
+READS = Decision(Verdict.VERDICT_READBACK, Why.REUSE_REASON_PROVEN, 900)
 
 
 def entry_of(history: list[int], block: int = 16) -> lease_pb2.DirectoryEntry:
@@ -147,3 +163,76 @@ def test_the_truth_is_within_the_bounds(history: list[int], prompt: list[int], s
     bounds = expect(KEY, tokens.pack(prompt), entry_of(history))
     readable = min(common, len(prompt) - 1)
     assert min(bounds.matched, len(prompt) - 1) <= readable < bounds.upper
+
+
+def test_a_short_suffix_goes_on_where_the_history_is() -> None:
+    assert decide(DIRECT) == GOES_ON
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(replace(DIRECT, direct=None), id="switched off"),
+        pytest.param(replace(DIRECT, holder=WELL), id="no prefix cache"),
+        pytest.param(replace(DIRECT, expected=Expected(899, 901, False)), id="not wholly proven"),
+        pytest.param(replace(DIRECT, expected=Expected(900, 950, True)), id="diverged"),
+    ],
+)
+def test_otherwise_the_history_is_read(question: Question) -> None:
+    assert decide(question).verdict == Verdict.VERDICT_READBACK
+
+
+@pytest.mark.parametrize(("suffix", "direct"), [(0, False), (1, True), (99, True), (100, True), (101, False)])
+def test_the_longest_suffix(suffix: int, direct: bool) -> None:
+    question = replace(DIRECT, prompt_tokens=900 + suffix)
+    assert (decide(question) == GOES_ON) == direct
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "direct"), [(0, True), (49, True), (50, True), (51, False), (150, False)]
+)
+def test_the_budget_of_suffix_tokens(in_flight: int, direct: bool) -> None:
+    holder = replace(WELL, can_go_on=True, direct_tokens=in_flight)
+    assert decide(replace(DIRECT, holder=holder)) == (GOES_ON if direct else READS)
+
+
+def test_a_suffix_beyond_the_budget_is_taken_alone() -> None:
+    assert decide(replace(DIRECT, direct=DirectLimits(max_suffix=100, budget=10))) == GOES_ON
+
+
+def test_what_is_not_held_any_more_only_its_worker_may_have() -> None:
+    soft = replace(DIRECT, lease=Lease(900, 10.0, held=False))
+    assert decide(soft) == GOES_ON
+    expired = Decision(Verdict.VERDICT_RECOMPUTE, Why.REUSE_REASON_EXPIRED)
+    assert decide(replace(soft, prompt_tokens=1001)) == expired
+
+
+@pytest.mark.parametrize(
+    ("costs", "verdict"),
+    [
+        (Costs(56, 113, 3404), Verdict.VERDICT_DIRECT),
+        (Costs(113, 113, 3404), Verdict.VERDICT_DIRECT),
+        (Costs(114, 113, 3404), Verdict.VERDICT_READBACK),
+        (Costs(60, 87, 59), Verdict.VERDICT_RECOMPUTE),
+        (Costs(59, 87, 59), Verdict.VERDICT_DIRECT),
+        (Costs(90, 59, 59), Verdict.VERDICT_READBACK),
+        (Costs(90, 59.1, 59), Verdict.VERDICT_RECOMPUTE),
+    ],
+)
+def test_the_cheapest_way_and_the_least_work_among_equals(costs: Costs, verdict: "Verdict.ValueType") -> None:
+    decision = decide(replace(DIRECT, costs=costs))
+    assert decision.verdict == verdict
+    costlier = verdict == Verdict.VERDICT_RECOMPUTE
+    assert decision.reason == (Why.REUSE_REASON_COSTLIER if costlier else Why.REUSE_REASON_PROVEN)
+
+
+def test_a_read_that_is_not_open_is_no_rival() -> None:
+    soft = replace(DIRECT, lease=Lease(900, 10.0, held=False), costs=Costs(100, 50, 101))
+    assert decide(soft) == GOES_ON
+
+
+def test_limits_hold_whatever_the_costs() -> None:
+    cheap = Costs(1, 2, 3000)
+    assert decide(replace(DIRECT, prompt_tokens=1001, costs=cheap)).verdict == Verdict.VERDICT_READBACK
+    short = replace(GOOD, expected=Expected(0, THRESHOLD, False), costs=cheap)
+    assert decide(short).reason == Why.REUSE_REASON_BELOW_THRESHOLD

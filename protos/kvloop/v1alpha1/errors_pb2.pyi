@@ -72,6 +72,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """CANCELLED: a later attempt of the same request_id has taken over."""
     ERROR_REASON_DIRECTORY_UNAVAILABLE: _ErrorReason.ValueType  # 23
     """UNAVAILABLE: the directory did not answer, so what is held for a conversation can't be told. Turns go on cold."""
+    ERROR_REASON_TURN_NOT_FOUND: _ErrorReason.ValueType  # 24
+    """NOT_FOUND: the router does not remember such a turn of this tenant."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the reason in google.rpc.ErrorInfo, without its prefix."""
@@ -126,4 +128,6 @@ ERROR_REASON_SUPERSEDED: ErrorReason.ValueType  # 22
 """CANCELLED: a later attempt of the same request_id has taken over."""
 ERROR_REASON_DIRECTORY_UNAVAILABLE: ErrorReason.ValueType  # 23
 """UNAVAILABLE: the directory did not answer, so what is held for a conversation can't be told. Turns go on cold."""
+ERROR_REASON_TURN_NOT_FOUND: ErrorReason.ValueType  # 24
+"""NOT_FOUND: the router does not remember such a turn of this tenant."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015

@@ -3,8 +3,10 @@
 isort:skip_file
 The door for agents that have their own tokenizer."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvloop.v1alpha1 import sampling_pb2 as _sampling_pb2
 from kvloop.v1alpha1 import turn_pb2 as _turn_pb2
@@ -256,3 +258,221 @@ class GetConversationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetConversationResponse: _TypeAlias = GetConversationResponse  # noqa: Y015
+
+@_typing.final
+class ExplainTurnRequest(_message.Message):
+    """ExplainTurnRequest names a turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in the turn's Summary."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainTurnRequest: _TypeAlias = ExplainTurnRequest  # noqa: Y015
+
+@_typing.final
+class ExplainTurnResponse(_message.Message):
+    """ExplainTurnResponse holds the numbers behind a turn. TURN_NOT_FOUND when this router has none (any more)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TimingsMsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DECIDED_VERDICT_FIELD_NUMBER: _builtins.int
+    DECIDED_REASON_FIELD_NUMBER: _builtins.int
+    REUSE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    LEASE_TOKENS_FIELD_NUMBER: _builtins.int
+    LEASE_HELD_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BELOW_TOKENS_FIELD_NUMBER: _builtins.int
+    THRESHOLD_TOKENS_FIELD_NUMBER: _builtins.int
+    DIRECT_MAX_SUFFIX_FIELD_NUMBER: _builtins.int
+    DIRECT_BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
+    DIRECT_TOKENS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    DIRECT_REFUSED_FIELD_NUMBER: _builtins.int
+    BY_COST_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    TIMINGS_MS_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The turn."""
+    outcome: _builtins.str
+    """"ok", or the reason with which the turn failed."""
+    decided_verdict: _turn_pb2.Verdict.ValueType
+    """What was decided before the first leg."""
+    decided_reason: _turn_pb2.ReuseReason.ValueType
+    """Why."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
+    lease_tokens: _builtins.int
+    """Tokens of the lease found; 0 without one."""
+    lease_held: _builtins.bool
+    """Whether it is held, rather than left to the prefix cache."""
+    matched_tokens: _builtins.int
+    """Prompt and lease share at least so many tokens."""
+    below_tokens: _builtins.int
+    """And fewer than this many."""
+    threshold_tokens: _builtins.int
+    """Below this many readable tokens a prompt is recomputed."""
+    direct_max_suffix: _builtins.int
+    """Longest suffix that a decode worker computes; 0 when DIRECT was not open."""
+    direct_budget_tokens: _builtins.int
+    """Suffix tokens that this router has one decode worker compute at a time; 0 when DIRECT was not open."""
+    direct_tokens_in_flight: _builtins.int
+    """Of these, in flight when it was decided."""
+    direct_refused: _builtins.bool
+    """Whether the decode worker would not go on from its lease."""
+    by_cost: _builtins.bool
+    """Whether costs had a say."""
+    attempts: _builtins.int
+    """Attempts made."""
+    prefill_worker: _builtins.str
+    """Prefill worker of the last attempt; empty for DIRECT."""
+    decode_worker: _builtins.str
+    """Decode worker of the last attempt."""
+    @_builtins.property
+    def reuse(self) -> _turn_pb2.Reuse:
+        """What came of it."""
+
+    @_builtins.property
+    def costs(self) -> Global___CostEstimate:
+        """Expected costs; absent when nothing could be reused."""
+
+    @_builtins.property
+    def timings_ms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Time spent by step, in milliseconds."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        decided_verdict: _turn_pb2.Verdict.ValueType = ...,
+        decided_reason: _turn_pb2.ReuseReason.ValueType = ...,
+        reuse: _turn_pb2.Reuse | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        lease_tokens: _builtins.int = ...,
+        lease_held: _builtins.bool = ...,
+        matched_tokens: _builtins.int = ...,
+        below_tokens: _builtins.int = ...,
+        threshold_tokens: _builtins.int = ...,
+        direct_max_suffix: _builtins.int = ...,
+        direct_budget_tokens: _builtins.int = ...,
+        direct_tokens_in_flight: _builtins.int = ...,
+        direct_refused: _builtins.bool = ...,
+        by_cost: _builtins.bool = ...,
+        costs: Global___CostEstimate | None = ...,
+        timings_ms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        attempts: _builtins.int = ...,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "reuse", b"reuse"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "below_tokens", b"below_tokens", "by_cost", b"by_cost", "costs", b"costs", "decided_reason", b"decided_reason", "decided_verdict", b"decided_verdict", "decode_worker", b"decode_worker", "direct_budget_tokens", b"direct_budget_tokens", "direct_max_suffix", b"direct_max_suffix", "direct_refused", b"direct_refused", "direct_tokens_in_flight", b"direct_tokens_in_flight", "lease_held", b"lease_held", "lease_tokens", b"lease_tokens", "matched_tokens", b"matched_tokens", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "threshold_tokens", b"threshold_tokens", "timings_ms", b"timings_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainTurnResponse: _TypeAlias = ExplainTurnResponse  # noqa: Y015
+
+@_typing.final
+class CostEstimate(_message.Message):
+    """CostEstimate is what each way to the first token was expected to take, and from which rates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECT_MS_FIELD_NUMBER: _builtins.int
+    READBACK_MS_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_WAIT_MS_FIELD_NUMBER: _builtins.int
+    DECODE_WAIT_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_TERMS_FIELD_NUMBER: _builtins.int
+    DECODE_TERMS_FIELD_NUMBER: _builtins.int
+    TRANSFER_TERMS_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_MS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    DESCRIPTORS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    direct_ms: _builtins.float
+    """Expected milliseconds of a DIRECT turn."""
+    readback_ms: _builtins.float
+    """Of a READBACK turn."""
+    recompute_ms: _builtins.float
+    """Of a RECOMPUTE turn."""
+    prefill_wait_ms: _builtins.float
+    """Work ahead at the least busy prefill worker, in milliseconds."""
+    decode_wait_ms: _builtins.float
+    """Work ahead at the holder."""
+    first_step_ms: _builtins.float
+    """Milliseconds to the first token once the KV is there."""
+    bytes_per_token: _builtins.float
+    """Bytes of a token's KV."""
+    descriptors_per_token: _builtins.float
+    """Descriptors per token."""
+    @_builtins.property
+    def prefill_terms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Milliseconds per prefill, per token, and per (end^2 - start^2) of positions computed."""
+
+    @_builtins.property
+    def decode_terms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The same of the decode worker."""
+
+    @_builtins.property
+    def transfer_terms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Milliseconds per read, per byte, and per descriptor."""
+
+    def __init__(
+        self,
+        *,
+        direct_ms: _builtins.float = ...,
+        readback_ms: _builtins.float = ...,
+        recompute_ms: _builtins.float = ...,
+        prefill_wait_ms: _builtins.float = ...,
+        decode_wait_ms: _builtins.float = ...,
+        prefill_terms: _abc.Iterable[_builtins.float] | None = ...,
+        decode_terms: _abc.Iterable[_builtins.float] | None = ...,
+        transfer_terms: _abc.Iterable[_builtins.float] | None = ...,
+        first_step_ms: _builtins.float = ...,
+        bytes_per_token: _builtins.float = ...,
+        descriptors_per_token: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_token", b"bytes_per_token", "decode_terms", b"decode_terms", "decode_wait_ms", b"decode_wait_ms", "descriptors_per_token", b"descriptors_per_token", "direct_ms", b"direct_ms", "first_step_ms", b"first_step_ms", "prefill_terms", b"prefill_terms", "prefill_wait_ms", b"prefill_wait_ms", "readback_ms", b"readback_ms", "recompute_ms", b"recompute_ms", "transfer_terms", b"transfer_terms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostEstimate: _TypeAlias = CostEstimate  # noqa: Y015

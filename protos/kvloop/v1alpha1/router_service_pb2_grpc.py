@@ -51,6 +51,11 @@ class RouterServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GetConversationRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GetConversationResponse.FromString,
                 _registered_method=True)
+        self.ExplainTurn = channel.unary_unary(
+                '/kvloop.v1alpha1.RouterService/ExplainTurn',
+                request_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.ExplainTurnRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.ExplainTurnResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -79,6 +84,13 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainTurn(self, request, context):
+        """ExplainTurn tells why a recent turn of this router went the way it went.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +108,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.GetConversation,
                     request_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GetConversationRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GetConversationResponse.SerializeToString,
+            ),
+            'ExplainTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainTurn,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.ExplainTurnRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.ExplainTurnResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +198,33 @@ class RouterService:
             '/kvloop.v1alpha1.RouterService/GetConversation',
             kvloop_dot_v1alpha1_dot_router__service__pb2.GetConversationRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_router__service__pb2.GetConversationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloop.v1alpha1.RouterService/ExplainTurn',
+            kvloop_dot_v1alpha1_dot_router__service__pb2.ExplainTurnRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_router__service__pb2.ExplainTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class RouterServiceStub:
     """EndConversation lets go of what is held for a conversation."""
     GetConversation: _grpc.UnaryUnaryMultiCallable[_router_service_pb2.GetConversationRequest, _router_service_pb2.GetConversationResponse]
     """GetConversation tells what is held for a conversation."""
+    ExplainTurn: _grpc.UnaryUnaryMultiCallable[_router_service_pb2.ExplainTurnRequest, _router_service_pb2.ExplainTurnResponse]
+    """ExplainTurn tells why a recent turn of this router went the way it went."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -55,6 +57,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """EndConversation lets go of what is held for a conversation."""
     GetConversation: _aio.UnaryUnaryMultiCallable[_router_service_pb2.GetConversationRequest, _router_service_pb2.GetConversationResponse]  # type: ignore[assignment]
     """GetConversation tells what is held for a conversation."""
+    ExplainTurn: _aio.UnaryUnaryMultiCallable[_router_service_pb2.ExplainTurnRequest, _router_service_pb2.ExplainTurnResponse]  # type: ignore[assignment]
+    """ExplainTurn tells why a recent turn of this router went the way it went."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """RouterService serves turns of conversations over prefill and decode workers. It keeps no state of
@@ -84,5 +88,13 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_service_pb2.GetConversationResponse, _abc.Awaitable[_router_service_pb2.GetConversationResponse]]:
         """GetConversation tells what is held for a conversation."""
+
+    @_abc_1.abstractmethod
+    def ExplainTurn(
+        self,
+        request: _router_service_pb2.ExplainTurnRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_service_pb2.ExplainTurnResponse, _abc.Awaitable[_router_service_pb2.ExplainTurnResponse]]:
+        """ExplainTurn tells why a recent turn of this router went the way it went."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

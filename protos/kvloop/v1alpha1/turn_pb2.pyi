@@ -85,6 +85,8 @@ class _ReuseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReuseReas
     """Reuse is switched off, by the request or the configuration."""
     REUSE_REASON_FULL_PREFILL_NEEDED: _ReuseReason.ValueType  # 14
     """The request asks for something that only a full prefill gives (prompt_logprobs)."""
+    REUSE_REASON_COSTLIER: _ReuseReason.ValueType  # 15
+    """Reading back would take longer than computing, as measured."""
 
 class ReuseReason(_ReuseReason, metaclass=_ReuseReasonEnumTypeWrapper):
     """ReuseReason says why a turn got its verdict."""
@@ -119,6 +121,8 @@ REUSE_REASON_DISABLED: ReuseReason.ValueType  # 13
 """Reuse is switched off, by the request or the configuration."""
 REUSE_REASON_FULL_PREFILL_NEEDED: ReuseReason.ValueType  # 14
 """The request asks for something that only a full prefill gives (prompt_logprobs)."""
+REUSE_REASON_COSTLIER: ReuseReason.ValueType  # 15
+"""Reading back would take longer than computing, as measured."""
 Global___ReuseReason: _TypeAlias = ReuseReason  # noqa: Y015
 
 class _FinishReason:

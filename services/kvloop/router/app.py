@@ -2,9 +2,11 @@
 
 import asyncio
 
-from kvloop.metastore.factory import StoreOptions, open_directory
+from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory
 from kvloop.router.auth import Authenticator
+from kvloop.router.book import CostBook
+from kvloop.router.explain import Memory
 from kvloop.router.identity import Identities, load_secret
 from kvloop.router.legs import Background
 from kvloop.router.servicer import SERVICE, RouterServicer
@@ -29,18 +31,20 @@ class RouterApp:
         settings: RouterSettings,
         *,
         directory: LeaseDirectory | None = None,
+        store: Store | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Wire the router; a directory given here is the caller's to close."""
+        """Wire the router; a store, or a directory alone, given here is the caller's to close."""
         self._settings = settings
+        self._store = store
+        self._own_store = store is None
         self._clock = clock or SystemClock()
         self._given = directory
-        self._directory: LeaseDirectory | None = None
         self._pool: WorkerPool | None = None
         self._background = Background()
         self._servicer: RouterServicer | None = None
         self._server: GrpcServer | None = None
-        self._readiness: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._endpoint = ""
 
     @property
@@ -64,17 +68,32 @@ class RouterApp:
         settings = self._settings
         identities = Identities(load_secret(settings))
         authenticator = Authenticator(settings.tokens_file, self._clock)
-        self._directory = self._given if self._given is not None else await _open(settings)
+        if self._store is None and self._given is None:
+            self._store = await _open(settings)
+        directory = self._given or (self._store.directory if self._store is not None else None)
+        assert directory is not None
+        book = CostBook(settings)
         self._pool = WorkerPool(settings, self._clock)
         await self._pool.start()
-        tools = Tools(settings, self._pool, self._directory, identities, self._clock, self._background)
+        tools = Tools(
+            settings=settings,
+            pool=self._pool,
+            directory=directory,
+            identities=identities,
+            clock=self._clock,
+            background=self._background,
+            book=book,
+            memory=Memory(settings.explained_turns),
+        )
         self._servicer = RouterServicer(tools, authenticator)
         self._server = GrpcServer([SERVICE])
         self._server.server.add_generic_rpc_handlers((self._servicer.handler(),))
         port = await self._server.start(settings.listen)
         self._endpoint = str(endpoints.parse(settings.listen)._replace(port=port))
         await self._server.set_ready(self._pool.can_serve())
-        self._readiness = asyncio.create_task(self._follow(self._pool, self._server))
+        self._tasks = [asyncio.create_task(self._follow(self._pool, self._server))]
+        if self._store is not None:
+            self._tasks.append(asyncio.create_task(book.keep_sharing(self._store.estimates)))
         _log.info("router_listening", endpoint=self._endpoint)
 
     async def drain(self) -> None:
@@ -95,15 +114,17 @@ class RouterApp:
         await self._background.settle()
         if self._pool is not None:
             await self._pool.stop()
-        if self._directory is not None and self._given is None:
-            await self._directory.close()
-        self._directory = self._pool = self._servicer = self._server = None
+        if self._store is not None and self._own_store:
+            await self._store.close()
+            self._store = None
+        self._pool = self._servicer = self._server = None
 
     async def _stop_following(self) -> None:
-        if self._readiness is not None:
-            self._readiness.cancel()
-            await asyncio.wait({self._readiness})
-            self._readiness = None
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     @staticmethod
     async def _follow(pool: WorkerPool, server: GrpcServer) -> None:
@@ -113,18 +134,18 @@ class RouterApp:
             await server.set_ready(pool.can_serve())
 
 
-async def _open(settings: RouterSettings) -> LeaseDirectory:
+async def _open(settings: RouterSettings) -> Store:
     if not settings.directory_url:
         raise ConfigError("directory_url is not set; give the redis:// address that the decode workers use")
     try:
-        directory = open_directory(
+        store = open_store(
             settings.directory_url, options=StoreOptions(deadline_s=settings.directory_timeout_ms / 1000)
         )
     except ValueError as error:
         raise ConfigError(f"directory_url: {error}") from None
     try:
         # Connects ahead of the first turn. A store that is down is no reason not to serve: turns go on cold.
-        await directory.check()
+        await store.directory.check()
     except DirectoryUnavailable as error:
         _log.warning("directory_unavailable", error=str(error))
-    return directory
+    return store

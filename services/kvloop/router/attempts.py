@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterator
 
 from kvloop.router import verdict as verdicts
+from kvloop.router.costs import compute_features
 from kvloop.router.legs import CHUNK_TAG, LegFailed, timed_out
 from kvloop.router.planning import look_again, verdict
 from kvloop.router.relay import Relay
@@ -74,7 +75,8 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
     worker = turn.pair.prefill
     request = prefill_request(turn)
     limit = min(turn.time_left_s(), tools.settings.prefill_timeout_s)
-    with _at_work(worker):
+    turn.prefill_alone = worker.in_flight == 0
+    with _at_work(worker, _expected_prefill_ms(turn, tools)):
         try:
             response = await worker.link.prefill(request, limit)
         except asyncio.CancelledError:
@@ -153,8 +155,11 @@ async def go_on(turn: Turn, tools: Tools, relay: Relay) -> bool:
     """
     assert turn.pair is not None
     worker, suffix = turn.pair.decode, turn.prompt_tokens - turn.decided.expected_tokens
+    features = compute_features(turn.decided.expected_tokens, turn.prompt_tokens)
+    work_ms = tools.book.rates(turn.served, None, worker).decode.ms(features)
     worker.direct_tokens += suffix
-    turn.on_first_event = lambda: _computed(worker, suffix)
+    worker.pending_ms += work_ms
+    turn.on_first_event = lambda: _computed(worker, suffix, work_ms)
     try:
         await decode(turn, tools, relay)
         return True
@@ -178,8 +183,16 @@ async def go_on(turn: Turn, tools: Tools, relay: Relay) -> bool:
     return False
 
 
-def _computed(worker: DecodeWorker, suffix: int) -> None:
+def _computed(worker: DecodeWorker, suffix: int, work_ms: float) -> None:
     worker.direct_tokens -= suffix
+    worker.pending_ms = max(0.0, worker.pending_ms - work_ms)
+
+
+def _expected_prefill_ms(turn: Turn, tools: Tools) -> float:
+    assert turn.pair is not None
+    start = turn.decided.expected_tokens if turn.decided.verdict == Verdict.VERDICT_READBACK else 0
+    rates = tools.book.rates(turn.served, turn.pair.prefill, turn.pair.decode)
+    return rates.prefill.ms(compute_features(min(start, turn.prompt_tokens), turn.prompt_tokens))
 
 
 async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
@@ -187,6 +200,7 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     assert turn.pair is not None
     worker = turn.pair.decode
     events = worker.link.decode(decode_request(turn), turn.time_left_s())
+    turn.decode_alone, turn.decode_started = worker.in_flight == 0, tools.clock.monotonic()
     with _at_work(worker), turn.timed("decode"):
         try:
             limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
@@ -279,12 +293,14 @@ def _note(turn: Turn, worker: AnyWorker, failed: LegFailed) -> None:
 
 
 @contextlib.contextmanager
-def _at_work(worker: AnyWorker) -> Iterator[None]:
+def _at_work(worker: AnyWorker, work_ms: float = 0.0) -> Iterator[None]:
     worker.in_flight += 1
+    worker.pending_ms += work_ms
     try:
         yield
     finally:
         worker.in_flight -= 1
+        worker.pending_ms = max(0.0, worker.pending_ms - work_ms)
 
 
 def _model(turn: Turn) -> turn_pb2.ModelRef:

@@ -3,7 +3,9 @@
 import asyncio
 
 from kvloop.metastore.port import DirectoryUnavailable, Found
+from kvloop.router import costs as cost_model
 from kvloop.router import verdict as verdicts
+from kvloop.router.explain import Weighed
 from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Why
@@ -73,17 +75,35 @@ def verdict(turn: Turn, tools: Tools) -> None:
                 expected = verdicts.expect(turn.scope.digest_key, turn.request.prompt_token_ids, entry)
         settings = tools.settings
         threshold = settings.kv_recompute_threshold
-        turn.decision = verdicts.decide(
-            verdicts.Question(
-                prompt_tokens=turn.prompt_tokens,
-                threshold=turn.served.kv_recompute_threshold if threshold is None else threshold,
-                ruled_out=ruled_out,
-                lease=lease,
-                holder=holder,
-                expected=expected,
-                direct=_direct_limits(turn, settings),
-            )
+        work = rates = costs = None
+        if expected is not None:
+            work, rates = _work(turn, tools, expected)
+            costs = cost_model.expected(work, rates)
+        question = verdicts.Question(
+            prompt_tokens=turn.prompt_tokens,
+            threshold=turn.served.kv_recompute_threshold if threshold is None else threshold,
+            ruled_out=ruled_out,
+            lease=lease,
+            holder=holder,
+            expected=expected,
+            direct=_direct_limits(turn, settings),
+            costs=costs if settings.by_cost else None,
         )
+        turn.decision = verdicts.decide(question)
+        turn.weighed = turn.weighed or Weighed(question, turn.decision, work, rates, costs)
+
+
+def _work(turn: Turn, tools: Tools, expected: verdicts.Expected) -> tuple[cost_model.Work, cost_model.Rates]:
+    prefill = tools.pool.least_busy_prefill(turn.served)
+    reusable = max(0, min(expected.upper, turn.prompt_tokens) - 1)
+    work = cost_model.Work(
+        prompt=turn.prompt_tokens,
+        reusable=reusable,
+        at_holder=turn.holder is not None,
+        prefill_wait_ms=prefill.pending_ms if prefill is not None else 0.0,
+        decode_wait_ms=turn.holder.pending_ms if turn.holder is not None else 0.0,
+    )
+    return work, tools.book.rates(turn.served, prefill, turn.holder)
 
 
 def _describe(worker: DecodeWorker, entry: lease_pb2.DirectoryEntry, turn: Turn) -> verdicts.Holder:

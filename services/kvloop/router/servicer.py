@@ -52,6 +52,11 @@ class RouterServicer:
                     request_deserializer=router_service_pb2.GetConversationRequest.FromString,
                     response_serializer=router_service_pb2.GetConversationResponse.SerializeToString,
                 ),
+                "ExplainTurn": grpc.unary_unary_rpc_method_handler(
+                    self.ExplainTurn,
+                    request_deserializer=router_service_pb2.ExplainTurnRequest.FromString,
+                    response_serializer=router_service_pb2.ExplainTurnResponse.SerializeToString,
+                ),
             },
         )
 
@@ -85,6 +90,13 @@ class RouterServicer:
     ) -> router_service_pb2.GetConversationResponse:
         """Tell what is held for a conversation."""
         return await conversations.get(request, self._tenant(context), self._tools)
+
+    @unary
+    async def ExplainTurn(  # noqa: N802
+        self, request: router_service_pb2.ExplainTurnRequest, context: Context
+    ) -> router_service_pb2.ExplainTurnResponse:
+        """Tell why a recent turn went the way it went."""
+        return self._tools.memory.get(self._tenant(context), request.request_id)
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new turns; return when the running ones have ended, or after limit_s."""

@@ -12,6 +12,7 @@ from kvloop.runtime.config import Settings
 MIN_SECRET_BYTES = 16
 
 Endpoints = Annotated[tuple[str, ...], NoDecode]
+Seed = Annotated[float, Field(ge=0)]
 
 
 class RouterSettings(Settings):
@@ -41,6 +42,20 @@ class RouterSettings(Settings):
     """Most new tokens of a prompt that a decode worker computes itself."""
     direct_budget_tokens: Annotated[int, Field(ge=1)] = 2048
     """New tokens that this router has each decode worker compute at a time."""
+    by_cost: bool = False
+    """Whether the cheapest of the ways that are open is taken, by measured costs; threshold and DIRECT limits
+    then only bound what is open."""
+    seed_compute: Annotated[tuple[Seed, Seed, Seed], NoDecode] = (20.0, 0.0877, 1.98e-6)
+    """Expected before anything is measured: milliseconds per prefill, per token, and per (end^2 - start^2)
+    of the positions computed."""
+    seed_transfer: Annotated[tuple[Seed, Seed, Seed], NoDecode] = (6.5, 3.5e-9, 0.015)
+    """The same of a KV read: milliseconds per read, per byte, per descriptor."""
+    seed_first_step_ms: Seed = 25.0
+    """The same of a first token once the KV is there."""
+    seed_kv: Annotated[tuple[Seed, Seed], NoDecode] = (262_144.0, 0.0078)
+    """The same of the KV of a token: bytes, descriptors."""
+    explained_turns: Annotated[int, Field(ge=0, le=100_000)] = 1024
+    """How many turns are remembered for `kvloop explain`."""
     max_concurrent_turns: Annotated[int, Field(ge=1)] = 1024
     """Turns served at once; more are told to come back."""
     retry_after_ms: Annotated[int, Field(ge=1)] = 200
@@ -59,6 +74,11 @@ class RouterSettings(Settings):
     """How long a worker may take to tell its facts before it counts as gone."""
     drain_limit_s: Annotated[float, Field(ge=0)] = 30.0
     """How long turns may go on after draining started."""
+
+    @field_validator("seed_compute", "seed_transfer", "seed_kv", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
     @field_validator("prefill_endpoints", "decode_endpoints", mode="before")
     @classmethod

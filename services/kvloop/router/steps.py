@@ -17,7 +17,7 @@ from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Verdict, Why
 from kvloop.runtime import checks, logs
-from kvloop.runtime.errors import invalid
+from kvloop.runtime.errors import Failure, invalid
 from kvloop.v1alpha1 import router_service_pb2
 
 _MAX_SALT = 256
@@ -31,6 +31,18 @@ async def serve(turn: Turn, tools: Tools, relay: Relay) -> None:
 
     Raises Failure; cancellation tells both legs.
     """
+    outcome = "cancelled"
+    try:
+        await _serve(turn, tools, relay)
+        outcome = "ok"
+    except Failure as failure:
+        outcome = failure.reason_name
+        raise
+    finally:
+        tools.memory.keep(turn, outcome)
+
+
+async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
     await lookup(turn, tools)
     verdict(turn, tools)
     while True:
@@ -46,6 +58,7 @@ async def serve(turn: Turn, tools: Tools, relay: Relay) -> None:
         except LegFailed as failed:
             start_again(turn, tools, failed)
     relay.finish(summary(turn).SerializeToString())
+    tools.book.learn(turn)
     decision = turn.decided
     _log.debug(
         "turn_done",

@@ -4,6 +4,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
 from kvloop.router.identity import Identities, Owner
@@ -14,6 +15,10 @@ from kvloop.router.worker import DecodeWorker
 from kvloop.router.workers import Pair, Served, WorkerPool
 from kvloop.runtime.clock import Clock
 from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, router_service_pb2, turn_pb2
+
+if TYPE_CHECKING:
+    from kvloop.router.book import CostBook
+    from kvloop.router.explain import Memory, Weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,8 @@ class Tools:
     identities: Identities
     clock: Clock
     background: Background
+    book: "CostBook"
+    memory: "Memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +60,8 @@ class Turn:
 
     # verdict
     decision: Decision | None = None
+    weighed: "Weighed | None" = None
+    """What the first decision was reached from."""
     holder: DecodeWorker | None = None
     """The decode worker that holds the history, if it still does."""
     looked_again: bool = False
@@ -71,6 +80,10 @@ class Turn:
     first_event_at: float | None = None
     on_first_event: Callable[[], None] | None = None
     """Called once, when D's first event arrives or the attempt ends without one."""
+    prefill_alone: bool = False
+    """Whether the prefill worker had nothing else of this router's when its leg began."""
+    decode_alone: bool = False
+    decode_started: float = 0.0
     streaming: bool = False
     """Whether a chunk was passed on; from then on the turn can't start again."""
 

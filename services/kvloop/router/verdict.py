@@ -11,6 +11,7 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvloop.router.costs import Costs
 from kvloop.runtime.digests import COARSE_BYTES, prefix_digests
 from kvloop.runtime.tokens import count
 from kvloop.v1alpha1 import lease_pb2, turn_pb2
@@ -77,6 +78,8 @@ class Question:
     expected: Expected | None = None
     direct: DirectLimits | None = None
     """None when DIRECT is switched off, or was refused to this turn."""
+    costs: Costs | None = None
+    """Expected milliseconds of each way; None leaves the choice to the limits alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,11 @@ def _direct(question: Question) -> Decision | None:
         return None
     if holder.direct_tokens and holder.direct_tokens + suffix > limits.budget:
         return None
+    if question.costs is not None:
+        # What is no longer held can't be read.
+        others = (question.costs.readback, question.costs.recompute)[0 if lease.held else 1 :]
+        if question.costs.direct > min(others):
+            return None
     return Decision(Verdict.VERDICT_DIRECT, Why.REUSE_REASON_PROVEN, lease.num_tokens)
 
 
@@ -175,6 +183,8 @@ def _read(question: Question) -> Decision:
     if most < max(question.threshold, 1):
         diverged = expected is not None and expected.diverged
         return cold(Why.REUSE_REASON_DIVERGED if diverged else Why.REUSE_REASON_BELOW_THRESHOLD)
+    if question.costs is not None and question.costs.readback > question.costs.recompute:
+        return cold(Why.REUSE_REASON_COSTLIER)
     return Decision(Verdict.VERDICT_READBACK, Why.REUSE_REASON_PROVEN, most)
 
 

@@ -39,6 +39,8 @@ class Worker(Generic[L]):
         self.link = link
         self.info: worker_pb2.WorkerInfo | None = None
         self.in_flight = 0
+        self.pending_ms = 0.0
+        """Work sent there that has not ended yet, as it was expected to take."""
         self.direct_tokens = 0
         """Suffix tokens of DIRECT turns sent there that have no first token yet."""
         self._clock = clock

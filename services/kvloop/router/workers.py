@@ -129,6 +129,11 @@ class WorkerPool:
         """Return the decode worker at an endpoint, or None."""
         return next((worker for worker in self.decode if worker.endpoint == endpoint), None)
 
+    def least_busy_prefill(self, served: Served) -> PrefillWorker | None:
+        """Return the ready prefill worker with the least work ahead, or None."""
+        able = [worker for worker in self.prefill if worker.ready and served.fits(worker.info)]
+        return min(able, key=lambda worker: worker.pending_ms, default=None)
+
     def pick(
         self,
         served: Served,

@@ -43,6 +43,7 @@ _CODES: dict[str, grpc.StatusCode] = {
     "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
     "SUPERSEDED": grpc.StatusCode.CANCELLED,
     "DIRECTORY_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "TURN_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
 }
 
 

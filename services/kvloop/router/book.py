@@ -1,0 +1,141 @@
+"""The rates a router works with: learnt from its own turns, shared with the other replicas.
+
+Computing, the first step and the size of a token's KV belong to a model's group of workers; transfers to a
+pair as well, as soon as that pair has moved something. Reads in both directions use one path, so the hand-
+over of every turn also tells what reading back would take, even while nothing is read back.
+
+The shared table holds means of what the replicas learnt. It is a seed for whoever has measured little
+himself, and never in a turn's way: it is read and written in the background.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+from kvloop.metastore.estimates import SharedEstimates
+from kvloop.metastore.port import DirectoryUnavailable
+from kvloop.router.costs import Rates, Terms, compute_features, transfer_features
+from kvloop.router.learning import Estimator
+from kvloop.router.settings import RouterSettings
+from kvloop.router.turn import Turn
+from kvloop.router.worker import DecodeWorker, PrefillWorker
+from kvloop.router.workers import Served
+
+SHARE_INTERVAL_S = 5.0
+MAX_ESTIMATORS = 2048
+_ONE = (1.0,)
+
+
+@dataclass(slots=True)
+class _Entry:
+    estimator: Estimator
+    shared: int = 0
+    """Measurements that the shared table has."""
+
+
+class CostBook:
+    """Estimators by name."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._entries: dict[str, _Entry] = {}
+        self._known: dict[str, Terms] = {}
+        """What the shared table says."""
+
+    def rates(self, served: Served, prefill: PrefillWorker | None, decode: DecodeWorker | None) -> Rates:
+        """Return what a pair needs; workers not known yet are taken for average ones of the group."""
+        group, seeds = _group(served), self._settings
+        computing = self._at(f"prefill/{group}", Terms(seeds.seed_compute)).terms
+        return Rates(
+            prefill=computing,
+            decode=self._at(f"decode/{group}", computing).terms,
+            transfer=self._transfer(group, prefill, decode)[-1].terms,
+            first_step_ms=self._one(f"first_step/{group}", seeds.seed_first_step_ms),
+            bytes_per_token=self._one(f"bytes/{group}", seeds.seed_kv[0]),
+            descriptors_per_token=self._one(f"descriptors/{group}", seeds.seed_kv[1]),
+        )
+
+    def learn(self, turn: Turn) -> None:
+        """Take the measurements of a turn that went well. Legs that waited behind others are left out."""
+        if turn.decoded is None or turn.pair is None or turn.first_event_at is None:
+            return
+        group = _group(turn.served)
+        self.rates(turn.served, turn.pair.prefill, turn.pair.decode)
+        first_ms = (turn.first_event_at - turn.decode_started) * 1000
+        if turn.prefilled is None:
+            if turn.decode_alone:
+                features = compute_features(turn.decoded.tokens.d_local, turn.prompt_tokens)
+                self._add(f"decode/{group}", features, first_ms)
+            return
+        reuse, handoff = turn.prefilled.reuse, turn.decoded.handoff
+        for transfer in (reuse.readback, handoff):
+            if transfer.bytes and transfer.duration_ms > 0:
+                features = transfer_features(transfer.bytes, transfer.descriptors)
+                for estimator in self._transfer(group, turn.pair.prefill, turn.pair.decode):
+                    estimator.add(features, transfer.duration_ms)
+        if reuse.readback.bytes and reuse.tokens.readback:
+            self._add(f"bytes/{group}", _ONE, reuse.readback.bytes / reuse.tokens.readback)
+            self._add(f"descriptors/{group}", _ONE, reuse.readback.descriptors / reuse.tokens.readback)
+        if turn.prefill_alone and not reuse.retried:
+            start = turn.prompt_tokens - reuse.tokens.computed
+            features = compute_features(start, turn.prompt_tokens)
+            self._add(f"prefill/{group}", features, reuse.prefill_ms - reuse.readback.duration_ms)
+        if turn.decode_alone:
+            self._add(f"first_step/{group}", _ONE, first_ms - handoff.duration_ms)
+
+    async def keep_sharing(self, estimates: SharedEstimates, interval_s: float = SHARE_INTERVAL_S) -> None:
+        """Give and take until cancelled; a store that is away is tried again next time."""
+        while True:
+            with contextlib.suppress(DirectoryUnavailable):
+                await self.share(estimates)
+            await asyncio.sleep(interval_s)
+
+    async def share(self, estimates: SharedEstimates) -> None:
+        """Give what was learnt since the last time, take what others know. Raises DirectoryUnavailable."""
+        for name, entry in list(self._entries.items()):
+            estimator = entry.estimator
+            fresh = estimator.count - entry.shared
+            if fresh > 0:
+                entry.shared = estimator.count
+                await estimates.merge(name, estimator.terms.values, float(fresh))
+        for name, estimate in (await estimates.read()).items():
+            terms = Terms(estimate.values)
+            if min(terms.values) < 0:
+                continue
+            if len(self._known) < MAX_ESTIMATORS or name in self._known:
+                self._known[name] = terms
+            if name in self._entries:
+                self._entries[name].estimator.reseed(terms)
+
+    def _transfer(
+        self, group: str, prefill: PrefillWorker | None, decode: DecodeWorker | None
+    ) -> list[Estimator]:
+        """Return the group's estimator and, if there is one, the pair's."""
+        of_group = self._at(f"transfer/{group}", Terms(self._settings.seed_transfer))
+        if prefill is None or decode is None:
+            return [of_group]
+        name = f"transfer/{group}/{prefill.name}/{decode.name}"
+        if name not in self._entries and len(self._entries) >= MAX_ESTIMATORS:
+            return [of_group]
+        pair = self._at(name, of_group.terms)
+        return [of_group, pair]
+
+    def _add(self, name: str, features: tuple[float, ...], ms: float) -> None:
+        self._entries[name].estimator.add(features, ms)
+
+    def _one(self, name: str, seed: float) -> float:
+        return self._at(name, Terms((seed,))).terms.values[0]
+
+    def _at(self, name: str, seed: Terms) -> Estimator:
+        entry = self._entries.get(name)
+        if entry is None:
+            known = self._known.get(name)
+            fits = known is not None and len(known.values) == len(seed.values)
+            entry = self._entries[name] = _Entry(Estimator(known if known is not None and fits else seed))
+        elif entry.estimator.count == 0 and name not in self._known:
+            entry.estimator.reseed(seed)
+        return entry.estimator
+
+
+def _group(served: Served) -> str:
+    return f"{served.name}@{served.revision}/{served.compatibility}"
