@@ -21,7 +21,7 @@ def closed_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["up"], ["chat"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["up"], ["chat"], ["explain"], ["demo"]])
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     arguments = [*command, "--help"]
     code = (

@@ -98,7 +98,7 @@ class SimFleet:
         nodes.append(node)
         return node
 
-    async def router(self, **changes: Any) -> RouterApp:
+    async def router(self, store: Store | None = None, **changes: Any) -> RouterApp:
         values: dict[str, Any] = {
             "listen": "127.0.0.1:0",
             "prefill_endpoints": tuple(n.endpoint for n in self.prefills),
@@ -108,7 +108,7 @@ class SimFleet:
             "info_timeout_s": 10.0,
             "directory_timeout_ms": 10_000.0,
         }
-        app = RouterApp(RouterSettings(**(values | changes)), directory=self.store.directory)
+        app = RouterApp(RouterSettings(**(values | changes)), directory=self.store.directory, store=store)
         self.stack.push_async_callback(app.stop)
         await app.start()
         return app

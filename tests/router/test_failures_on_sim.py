@@ -156,7 +156,7 @@ async def test_f5_a_lost_entry_is_a_cold_turn() -> None:
 
 
 async def test_f7_directory_down_at_publish_and_back() -> None:
-    async with sim_fleet(decode={"publish_bound": 0.5}) as fleet:
+    async with sim_fleet(decode={"publish_bound_s": 0.5}) as fleet:
         client = await fleet.client()
         fleet.flaky.down = True
         first = await client.say(PROMPT)

@@ -6,6 +6,7 @@ from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory
 from kvloop.router.auth import Authenticator
 from kvloop.router.book import CostBook
+from kvloop.router.discovery import Discovery
 from kvloop.router.explain import Memory
 from kvloop.router.identity import Identities, load_secret
 from kvloop.router.legs import Background
@@ -93,6 +94,9 @@ class RouterApp:
         await self._server.set_ready(self._pool.can_serve())
         self._tasks = [asyncio.create_task(self._follow(self._pool, self._server))]
         if self._store is not None:
+            if settings.discover:
+                discovery = Discovery(self._pool)
+                self._tasks.append(asyncio.create_task(discovery.follow(self._store.registry)))
             self._tasks.append(asyncio.create_task(book.keep_sharing(self._store.estimates)))
         _log.info("router_listening", endpoint=self._endpoint)
 

@@ -48,7 +48,11 @@ def place(turn: Turn, tools: Tools) -> None:
             return
         reads_back = turn.decided.verdict == Verdict.VERDICT_READBACK
         turn.pair = tools.pool.pick(
-            turn.served, prefer_decode=turn.holder, avoid=turn.avoid, reads_back=reads_back
+            turn.served,
+            prefer_decode=turn.holder,
+            avoid=turn.avoid,
+            reads_back=reads_back,
+            home=turn.home,
         )
         info = turn.pair.prefill.info if turn.pair.prefill is not None else None
         # A prefill engine that can't read back would wait for the handle's blocks for ever.

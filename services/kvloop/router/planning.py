@@ -49,6 +49,8 @@ def _scopes(turn: Turn, tools: Tools) -> list[bytes]:
     scopes = [turn.scope.scope] if turn.scope.scope else []
     if parent and parent != turn.request.conversation_id:
         scopes.append(tools.identities.scope(turn.owner, parent))
+    # A fork goes where the conversation that it comes from has left its prefix.
+    turn.home = scopes[-1] if scopes else b""
     return scopes
 
 
@@ -94,7 +96,7 @@ def verdict(turn: Turn, tools: Tools) -> None:
 
 
 def _work(turn: Turn, tools: Tools, expected: verdicts.Expected) -> tuple[cost_model.Work, cost_model.Rates]:
-    prefill = tools.pool.least_busy_prefill(turn.served)
+    prefill = tools.pool.likely_prefill(turn.served, turn.home)
     reusable = max(0, min(expected.upper, turn.prompt_tokens) - 1)
     work = cost_model.Work(
         prompt=turn.prompt_tokens,
@@ -111,10 +113,10 @@ def _describe(worker: DecodeWorker, entry: lease_pb2.DirectoryEntry, turn: Turn)
     assert info is not None
     can_serve = turn.served.fits(info) and info.bidirectional_kv_xfer
     return verdicts.Holder(
-        ready=worker.ready,
+        ready=worker.reachable,
         same_epoch=info.epoch == entry.epoch,
         can_serve_reads=can_serve,
-        can_go_on=can_serve and info.prefix_caching,
+        can_go_on=can_serve and info.prefix_caching and not worker.draining,
         direct_tokens=worker.direct_tokens,
     )
 

@@ -24,6 +24,8 @@ class RouterSettings(Settings):
     """host:port of PrefillServices; a comma-separated text does as well."""
     decode_endpoints: Endpoints = ()
     """host:port of DecodeServices."""
+    discover: bool = False
+    """Whether workers that announce themselves in the store are used, besides those named."""
     directory_url: str = ""
     """Where the leases are: redis://host:port."""
     fleet_secret: SecretStr | None = None
@@ -104,8 +106,11 @@ class RouterSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.prefill_endpoints or not self.decode_endpoints:
-            raise ValueError("prefill_endpoints and decode_endpoints must each name at least one worker")
+        if not self.discover and not (self.prefill_endpoints and self.decode_endpoints):
+            raise ValueError(
+                "prefill_endpoints and decode_endpoints must each name at least one worker,"
+                " unless discover is on"
+            )
         if both := sorted(set(self.prefill_endpoints) & set(self.decode_endpoints)):
             raise ValueError(f"{both[0]} is named as a prefill and as a decode worker; it can be only one")
         if self.fleet_secret is not None and self.fleet_secret_file is not None:

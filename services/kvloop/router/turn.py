@@ -57,6 +57,8 @@ class Turn:
     entry: lease_pb2.DirectoryEntry | None = None
     entry_remaining_s: float = 0.0
     directory_failed: bool = False
+    home: bytes = b""
+    """The conversation whose prompts are prefilled in one place, by its scope; empty for none."""
 
     # verdict
     decision: Decision | None = None

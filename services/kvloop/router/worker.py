@@ -39,6 +39,11 @@ class Worker(Generic[L]):
         self.link = link
         self.info: worker_pb2.WorkerInfo | None = None
         self.in_flight = 0
+        """Legs of this router's."""
+        self.reported_load = 0.0
+        """Turns it said it had, all routers' together; some seconds old."""
+        self.draining = False
+        """Said to take no new turns; what it holds can still be read."""
         self.pending_ms = 0.0
         """Work sent there that has not ended yet, as it was expected to take."""
         self.direct_tokens = 0
@@ -57,8 +62,18 @@ class Worker(Generic[L]):
 
     @property
     def ready(self) -> bool:
-        """Tell whether turns may be sent there: present, and no leg has failed there just now."""
+        """Tell whether turns may be sent there: reachable, and not going away."""
+        return self.reachable and not self.draining
+
+    @property
+    def reachable(self) -> bool:
+        """Tell whether the worker is present, and no leg has failed there just now."""
         return self.present and self._clock.monotonic() >= self._paused_until
+
+    @property
+    def load(self) -> float:
+        """Return how many turns it has, as far as known."""
+        return max(float(self.in_flight), self.reported_load)
 
     @property
     def name(self) -> str:
@@ -72,8 +87,14 @@ class Worker(Generic[L]):
         if before is not None and before.epoch != info.epoch:
             # A new life: what the former one did wrong says nothing about it.
             self._failures, self._paused_until = 0, 0.0
+            self.reported_load, self.draining = 0.0, False
             _log.info("worker_restarted", worker=self.name, endpoint=self.endpoint)
         return not answered or before is None or _facts(before) != _facts(info)
+
+    def announced(self, epoch: str, load: float, *, draining: bool) -> None:
+        """Take in what the worker says of itself in the registry, if it is this life that said it."""
+        if self.info is not None and self.info.epoch == epoch:
+            self.reported_load, self.draining = load, draining
 
     def not_answered(self, *, slow: bool) -> bool:
         """Note an unanswered question; True when the worker counts as gone from now on."""

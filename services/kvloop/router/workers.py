@@ -3,9 +3,16 @@
 Each worker is asked for its facts in the background. P and D make a pair only when they serve the same
 weights and their engines can exchange KV (equal compatibility digests): such workers form a group, and a
 turn stays within one.
+
+A conversation has a home among the prefill workers, whose prefix cache then has what the last prompt left:
+the one that hashes highest together with the conversation (rendezvous hashing), which every router finds
+without asking, and which hardly changes when workers come and go.
+
+Workers are named in the settings, or announce themselves in the store (discovery.py).
 """
 
 import asyncio
+import hashlib
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,7 +26,9 @@ from kvloop.v1alpha1 import worker_pb2
 
 _NO_WORKER_RETRY_S = 0.5
 _OVERLOADED_BY = 8
-"""A preferred worker may have so many turns more than twice the least loaded one's."""
+"""A preferred decode worker may have so many turns more than twice the least loaded one's."""
+_PREFILL_OVERLOADED_BY = 2
+"""The same of a prefill worker, where turns wait behind each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,7 @@ class Pair:
 
 
 class WorkerPool:
-    """Static lists of workers, watched."""
+    """Workers, watched."""
 
     def __init__(
         self,
@@ -69,7 +78,7 @@ class WorkerPool:
         self._rng = rng or random.Random()
         self.prefill = [Worker(e, PrefillLink(e), clock) for e in settings.prefill_endpoints]
         self.decode = [Worker(e, DecodeLink(e), clock) for e in settings.decode_endpoints]
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[AnyWorker, asyncio.Task[None]] = {}
         self._served: dict[tuple[str, str], list[Served]] = {}
         self.changed = asyncio.Event()
         """Set when some worker's facts or presence changed; for one waiter, who clears it."""
@@ -78,15 +87,51 @@ class WorkerPool:
         """Ask every worker once, then keep watching."""
         workers = self._all()
         await asyncio.gather(*(self._ask(worker) for worker in workers))
-        self._watchers = [asyncio.create_task(self._watch(worker)) for worker in workers]
+        for worker in workers:
+            self._start_watching(worker)
+
+    async def add(self, role: str, endpoint: str) -> AnyWorker:
+        """Ask a worker ("prefill" or "decode") for its facts and take it in."""
+        prefills = role == "prefill"
+        worker: AnyWorker
+        if prefills:
+            worker = Worker(endpoint, PrefillLink(endpoint), self._clock)
+        else:
+            worker = Worker(endpoint, DecodeLink(endpoint), self._clock)
+        try:
+            await self._ask(worker)
+        except BaseException:
+            await worker.link.close()
+            raise
+        (self.prefill if prefills else self.decode).append(worker)
+        self._served.clear()
+        self.changed.set()
+        self._start_watching(worker)
+        return worker
+
+    async def remove(self, worker: AnyWorker) -> None:
+        """Forget a worker."""
+        for workers in (self.prefill, self.decode):
+            if worker in workers:
+                workers.remove(worker)
+        watcher = self._watchers.pop(worker, None)
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.wait({watcher})
+        self._served.clear()
+        self.changed.set()
+        await worker.link.close()
+
+    def _start_watching(self, worker: AnyWorker) -> None:
+        self._watchers[worker] = asyncio.create_task(self._watch(worker))
 
     async def stop(self) -> None:
         """Stop watching and close the channels. Idempotent."""
-        for watcher in self._watchers:
+        watchers, self._watchers = list(self._watchers.values()), {}
+        for watcher in watchers:
             watcher.cancel()
-        if self._watchers:
-            await asyncio.wait(self._watchers)
-        self._watchers = []
+        if watchers:
+            await asyncio.wait(watchers)
         await asyncio.gather(*(worker.link.close() for worker in self._all()))
 
     def can_serve(self) -> bool:
@@ -129,10 +174,12 @@ class WorkerPool:
         """Return the decode worker at an endpoint, or None."""
         return next((worker for worker in self.decode if worker.endpoint == endpoint), None)
 
-    def least_busy_prefill(self, served: Served) -> PrefillWorker | None:
-        """Return the ready prefill worker with the least work ahead, or None."""
+    def likely_prefill(self, served: Served, home: bytes) -> PrefillWorker | None:
+        """Return the prefill worker that a turn would go to, or the least busy one; None without any."""
         able = [worker for worker in self.prefill if worker.ready and served.fits(worker.info)]
-        return min(able, key=lambda worker: worker.pending_ms, default=None)
+        if not able:
+            return None
+        return _at_home(able, home) or min(able, key=lambda worker: worker.pending_ms)
 
     def pick(
         self,
@@ -141,8 +188,11 @@ class WorkerPool:
         prefer_decode: DecodeWorker | None = None,
         avoid: Collection[object] = (),
         reads_back: bool = False,
+        home: bytes = b"",
     ) -> Pair:
         """Return the pair for an attempt; workers to avoid only serve when there is no other.
+
+        home: what decides which prefill worker is preferred; empty for none.
 
         Failure NO_WORKER (with RetryInfo): a leg has no ready worker.
         """
@@ -160,17 +210,20 @@ class WorkerPool:
                     retry_after_s=_NO_WORKER_RETRY_S,
                 )
         return Pair(
-            self._least_loaded([w for w in prefills if w not in avoid] or prefills),
+            self._place_prefill([w for w in prefills if w not in avoid] or prefills, home),
             self._place_decode([w for w in decodes if w not in avoid] or decodes, prefer_decode),
         )
 
     def _all(self) -> list[AnyWorker]:
         return [*self.prefill, *self.decode]
 
+    def _place_prefill(self, prefills: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:
+        return _at_home(prefills, home) or self._least_loaded(prefills)
+
     def _place_decode(self, decodes: Sequence[DecodeWorker], prefer: DecodeWorker | None) -> DecodeWorker:
         if prefer is not None and prefer in decodes:
-            least = min(worker.in_flight for worker in decodes)
-            if prefer.in_flight <= 2 * least + _OVERLOADED_BY:
+            least = min(worker.load for worker in decodes)
+            if prefer.load <= 2 * least + _OVERLOADED_BY:
                 return prefer
         return self._least_loaded(decodes)
 
@@ -185,9 +238,9 @@ class WorkerPool:
                 workers[-1],
             )
         )
-        if one.in_flight == other.in_flight:
+        if one.load == other.load:
             return self._rng.choice((one, other))
-        return one if one.in_flight < other.in_flight else other
+        return one if one.load < other.load else other
 
     def _pairs_ready(self, served: Served) -> tuple[int, int]:
         prefills = sum(worker.ready and served.fits(worker.info) for worker in self.prefill)
@@ -253,3 +306,12 @@ class WorkerPool:
 
 def _group(info: worker_pb2.WorkerInfo | None) -> tuple[str, str, str] | None:
     return None if info is None else (info.model.name, info.model.revision, info.compatibility)
+
+
+def _at_home(workers: Sequence[PrefillWorker], home: bytes) -> PrefillWorker | None:
+    """Return the worker that is a conversation's home, or None without one or when it is overloaded."""
+    if not home:
+        return None
+    best = max(workers, key=lambda worker: hashlib.blake2b(worker.endpoint.encode(), key=home).digest())
+    least = min(worker.load for worker in workers)
+    return best if best.load <= 2 * least + _PREFILL_OVERLOADED_BY else None

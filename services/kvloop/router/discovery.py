@@ -1,0 +1,71 @@
+"""Workers that announce themselves in the store.
+
+The registry is a hint like everything in the store: a worker that is named there is asked for its own facts
+before it gets a turn, and one that is named no more is forgotten only once it does not answer either, so
+that a store that restarts empty takes nobody's workers away. Workers named in the settings are never
+forgotten.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from kvloop.metastore.registry import Worker as Announced
+from kvloop.metastore.registry import WorkerRegistry
+from kvloop.router.worker import AnyWorker
+from kvloop.router.workers import WorkerPool
+from kvloop.runtime import endpoints, logs
+
+_ROLES = ("prefill", "decode")
+
+_log = logs.get("router")
+
+
+class Discovery:
+    """Keeps a pool in step with a registry."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._named: frozenset[AnyWorker] = frozenset((*pool.prefill, *pool.decode))
+
+    async def follow(self, registry: WorkerRegistry) -> None:
+        """Take in what the registry says, for ever."""
+        async for announced in registry.watch():
+            await self.apply(announced)
+
+    async def apply(self, announced: Mapping[str, Announced]) -> None:
+        """Take in one reading of the registry."""
+        found = {
+            (worker.role, at): worker
+            for worker in announced.values()
+            if worker.role in _ROLES and (at := _endpoint(worker.endpoint)) is not None
+        }
+        gone: list[AnyWorker] = []
+        for role, worker in self._known():
+            says = found.pop((role, worker.endpoint), None)
+            if says is not None:
+                worker.announced(says.epoch, says.load, draining=says.draining)
+            elif worker not in self._named and not worker.present:
+                gone.append(worker)
+        for worker in gone:
+            _log.info("worker_forgotten", worker=worker.name, endpoint=worker.endpoint)
+            await self._pool.remove(worker)
+        await asyncio.gather(*(self._take_in(role, at, says) for (role, at), says in found.items()))
+
+    async def _take_in(self, role: str, endpoint: str, says: Announced) -> None:
+        worker = await self._pool.add(role, endpoint)
+        worker.announced(says.epoch, says.load, draining=says.draining)
+        _log.info("worker_found", role=role, endpoint=endpoint)
+
+    def _known(self) -> list[tuple[str, AnyWorker]]:
+        return [
+            *(("prefill", worker) for worker in self._pool.prefill),
+            *(("decode", worker) for worker in self._pool.decode),
+        ]
+
+
+def _endpoint(text: str) -> str | None:
+    try:
+        endpoint = endpoints.parse(text)
+    except ValueError:
+        return None
+    return str(endpoint) if endpoint.port else None
