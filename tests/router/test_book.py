@@ -1,0 +1,130 @@
+"""What a router learns of its turns, and what replicas tell each other."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from router_fakes import make_info
+
+from kvloop.metastore.factory import open_store
+from kvloop.router.book import CostBook
+from kvloop.router.costs import Rates, compute_features
+from kvloop.router.settings import RouterSettings
+from kvloop.router.workers import Pair, WorkerPool
+from kvloop.runtime.clock import SystemClock
+from kvloop.v1alpha1 import decode_service_pb2, prefill_service_pb2, worker_pb2
+
+SETTINGS = RouterSettings(prefill_endpoints=("p:1", "q:1"), decode_endpoints=("d:1",))
+MIB = 1 << 20
+
+
+class Around:
+    """Workers and turns for a book."""
+
+    def __init__(self) -> None:
+        self.pool = WorkerPool(SETTINGS, SystemClock())
+        for worker in self.pool.prefill:
+            worker.learned(make_info(worker_pb2.WORKER_ROLE_PREFILL, worker.endpoint))
+        self.pool.decode[0].learned(make_info(worker_pb2.WORKER_ROLE_DECODE, "d"))
+        self.served = self.pool.resolve("", "")
+
+    def rates(self, book: CostBook, prefill: int = 0) -> Rates:
+        return book.rates(self.served, self.pool.prefill[prefill], self.pool.decode[0])
+
+    def turn(self, **changes: Any) -> Any:
+        """Return a turn of 1000 tokens: 900 read in 30 ms, 100 computed in 50, 10 ms moved, 40 to start."""
+        prefilled = prefill_service_pb2.PrefillResponse()
+        prefilled.reuse.prefill_ms = 80.0
+        prefilled.reuse.tokens.readback, prefilled.reuse.tokens.computed = 900, 100
+        prefilled.reuse.readback.duration_ms, prefilled.reuse.readback.bytes = 30.0, 900 * MIB
+        prefilled.reuse.readback.descriptors = 90
+        decoded = decode_service_pb2.DecodeSummary()
+        decoded.handoff.duration_ms, decoded.handoff.bytes, decoded.handoff.descriptors = 10.0, 300 * MIB, 30
+        values: dict[str, Any] = {
+            "served": self.served,
+            "pair": Pair(self.pool.prefill[0], self.pool.decode[0]),
+            "prompt_tokens": 1000,
+            "prefilled": prefilled,
+            "decoded": decoded,
+            "decode_started": 5.0,
+            "first_event_at": 5.05,
+            "prefill_alone": True,
+            "decode_alone": True,
+        }
+        return SimpleNamespace(**(values | changes))
+
+
+async def test_every_number_of_a_turn_is_used() -> None:
+    around, book = Around(), CostBook(SETTINGS)
+    for _ in range(20):
+        book.learn(around.turn())
+    rates = around.rates(book)
+    assert rates.prefill.ms(compute_features(900, 1000)) == pytest.approx(50, rel=0.02)
+    assert rates.transfer.ms((1.0, 900.0 * MIB, 90.0)) == pytest.approx(30, rel=0.1)
+    assert rates.transfer.ms((1.0, 300.0 * MIB, 30.0)) == pytest.approx(10, rel=0.1)
+    assert rates.bytes_per_token == pytest.approx(MIB, rel=0.02)
+    assert rates.descriptors_per_token == pytest.approx(0.1, rel=0.02)
+    assert rates.first_step_ms == pytest.approx(40, rel=0.02)
+    await around.pool.stop()
+
+
+async def test_a_direct_turn_tells_what_computing_takes_at_d() -> None:
+    around, book = Around(), CostBook(SETTINGS)
+    decoded = decode_service_pb2.DecodeSummary()
+    decoded.tokens.d_local, decoded.tokens.computed = 960, 40
+    before = around.rates(book)
+    for _ in range(20):
+        book.learn(around.turn(prefilled=None, decoded=decoded, pair=Pair(None, around.pool.decode[0])))
+    after = around.rates(book)
+    assert after.decode.ms(compute_features(960, 1000)) == pytest.approx(50, rel=0.02)
+    assert after.prefill == before.prefill
+    await around.pool.stop()
+
+
+async def test_legs_that_waited_are_no_measurements() -> None:
+    around, book = Around(), CostBook(SETTINGS)
+    before = around.rates(book)
+    for _ in range(20):
+        book.learn(around.turn(prefill_alone=False, decode_alone=False))
+    after = around.rates(book)
+    assert (after.prefill, after.first_step_ms) == (before.prefill, before.first_step_ms)
+    assert after.transfer != before.transfer
+    await around.pool.stop()
+
+
+async def test_a_pair_without_transfers_is_taken_for_an_average_one() -> None:
+    around, book = Around(), CostBook(SETTINGS)
+    for _ in range(20):
+        book.learn(around.turn())
+    assert around.rates(book, prefill=1).transfer == around.rates(book, prefill=0).transfer
+    await around.pool.stop()
+
+
+async def test_replicas_share_what_they_learn() -> None:
+    around, store = Around(), open_store("memory://")
+    one, other = CostBook(SETTINGS), CostBook(SETTINGS)
+    around.rates(other)
+    for _ in range(20):
+        one.learn(around.turn())
+    await one.share(store.estimates)
+    await other.share(store.estimates)
+    assert around.rates(other).prefill.ms(compute_features(900, 1000)) == pytest.approx(50, rel=0.05)
+    assert around.rates(other).first_step_ms == pytest.approx(40, rel=0.05)
+    late = CostBook(SETTINGS)
+    await late.share(store.estimates)
+    assert around.rates(late) == around.rates(other)
+    await store.close()
+    await around.pool.stop()
+
+
+async def test_nonsense_in_the_shared_table_is_left_out() -> None:
+    around, store, book = Around(), open_store("memory://"), CostBook(SETTINGS)
+    before = around.rates(book)
+    group = f"{around.served.name}@{around.served.revision}/{around.served.compatibility}"
+    await store.estimates.merge(f"prefill/{group}", [-1.0, 1.0, 1.0])
+    await store.estimates.merge(f"first_step/{group}", [1.0, 2.0])
+    await book.share(store.estimates)
+    assert around.rates(book) == before
+    assert around.rates(CostBook(SETTINGS)) == before
+    await store.close()
+    await around.pool.stop()
