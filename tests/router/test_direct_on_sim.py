@@ -146,3 +146,22 @@ async def test_only_the_own_recent_turns_are_explained() -> None:
             with pytest.raises(Failure) as raised:
                 await explain(client, gone)
             assert raised.value.reason == Reason.ERROR_REASON_TURN_NOT_FOUND
+
+
+async def test_a_holder_that_fails_is_left_for_another() -> None:
+    async with sim_fleet(decodes=2, engine=CACHED) as fleet:
+        app, client = await started(fleet, direct=True)
+        one = await client.say(ids(300))
+        assert one.summary is not None
+        holder = next(node for node in fleet.decodes if node.name == one.summary.decode_worker)
+        holder.engine.faults.fail_decodes = 1
+        prompt = [*ids(300), *one.token_ids, *SUFFIX]
+        two = await client.say(prompt)
+        assert two.way == ("RECOMPUTE", "READ_FAILED")
+        assert two.reuse.retried
+        assert two.summary is not None
+        assert two.summary.decode_worker != one.summary.decode_worker
+        assert two.token_ids == await client.cold(prompt)
+        assert all(worker.direct_tokens == worker.pending_ms == 0 for worker in app.pool.decode)
+        await client.end()
+        await fleet.whole()

@@ -41,7 +41,6 @@ def explain(
 
 async def _ask(router: str, token: str | None, request_id: str) -> dict[str, Any]:
     import grpc
-    from google.protobuf.json_format import MessageToDict
 
     from kvloop.cli.client import sentence_of
     from kvloop.runtime.channels import open_channel
@@ -55,6 +54,13 @@ async def _ask(router: str, token: str | None, request_id: str) -> dict[str, Any
             told = await stub.ExplainTurn(request, timeout=_TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise CommandFailed(sentence_of(error, router)) from None
+    return plain(told)
+
+
+def plain(told: Any) -> dict[str, Any]:
+    """Return an ExplainTurnResponse as plain values, by the fields' own names."""
+    from google.protobuf.json_format import MessageToDict
+
     fields: dict[str, Any] = MessageToDict(
         told, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
