@@ -23,6 +23,9 @@ from kvloop.router.workers import Served
 
 SHARE_INTERVAL_S = 5.0
 MAX_ESTIMATORS = 2048
+EVERY_TURN_UP_TO = 256
+"""Turns that are all learnt from; later every fourth is enough."""
+_LATER_EVERY = 4
 _ONE = (1.0,)
 
 
@@ -41,6 +44,7 @@ class CostBook:
         self._entries: dict[str, _Entry] = {}
         self._known: dict[str, Terms] = {}
         """What the shared table says."""
+        self._turns = 0
 
     def rates(self, served: Served, prefill: PrefillWorker | None, decode: DecodeWorker | None) -> Rates:
         """Return what a pair needs; workers not known yet are taken for average ones of the group."""
@@ -58,6 +62,9 @@ class CostBook:
     def learn(self, turn: Turn) -> None:
         """Take the measurements of a turn that went well. Legs that waited behind others are left out."""
         if turn.decoded is None or turn.pair is None or turn.first_event_at is None:
+            return
+        self._turns += 1
+        if self._turns > EVERY_TURN_UP_TO and self._turns % _LATER_EVERY:
             return
         group = _group(turn.served)
         self.rates(turn.served, turn.pair.prefill, turn.pair.decode)

@@ -16,12 +16,13 @@ from kvloop.router.costs import Features, Terms
 
 WINDOW = 64
 REFIT_EVERY = 8
-"""Measurements between two fits, once there are as many."""
+"""Measurements between two fits, once there are as many and until the window is full. A fit of a full window
+takes a millisecond or two, so from then on there is one per window."""
 _PRIOR = 0.05
 """Weight of the scaled seed, in measurements."""
 _HUBER = 0.2
 """Relative error from which on a measurement counts less."""
-_ROUNDS = 4
+_ROUNDS = 3
 _TINY = 1e-12
 
 
@@ -47,7 +48,7 @@ class Estimator:
             return
         self._window.append((features, ms))
         self.count += 1
-        if self.count < REFIT_EVERY or self.count % REFIT_EVERY == 0:
+        if self.count < REFIT_EVERY or self.count % (REFIT_EVERY if self.count < WINDOW else WINDOW) == 0:
             self.terms = fit(self._seed, self._window)
 
 
@@ -58,6 +59,8 @@ def fit(seed: Terms, samples: Sequence[tuple[Features, float]]) -> Terms:
         return seed
     scale = median(ratios)
     start = [value * scale for value in seed.values]
+    if len(start) == 1:
+        return Terms((start[0],))
     # In units of the scaled seed every coefficient is 1, and an error is a share of what was measured. What
     # the seed says is nothing stays nothing.
     rows = [

@@ -52,7 +52,7 @@ class RouterSettings(Settings):
     of the positions computed."""
     seed_transfer: Annotated[tuple[Seed, Seed, Seed], NoDecode] = (6.5, 3.5e-9, 0.015)
     """The same of a KV read: milliseconds per read, per byte, per descriptor."""
-    seed_first_step_ms: Seed = 25.0
+    seed_first_step_ms: Annotated[float, Field(gt=0)] = 25.0
     """The same of a first token once the KV is there."""
     seed_kv: Annotated[tuple[Seed, Seed], NoDecode] = (262_144.0, 0.0078)
     """The same of the KV of a token: bytes, descriptors."""
