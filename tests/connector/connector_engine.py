@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Any
 
+from kvloop.connector.process import die_with
+
 
 async def main(settings: dict[str, Any]) -> None:
     from vllm.config import KVTransferConfig
@@ -85,5 +87,6 @@ async def generate(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
+    die_with(given["parent"])
     os.environ["KVLOOP_ENGINE_PARENT_PID"] = str(os.getpid())
     asyncio.run(main(given))

@@ -114,6 +114,7 @@ class EngineProcess:
         self.log = folder / f"{name}.log"
         settings = {
             "socket": str(self.socket),
+            "parent": os.getpid(),
             "engine": {
                 "model": str(model),
                 "dtype": "float32",

@@ -1,12 +1,15 @@
 """Everything that differs between vLLM versions, and what the plugin refuses to run on.
 
-Names are vLLM's at 0.29.0 unless said otherwise.
+Names are vLLM's at 0.29.0 unless said otherwise. 0.26.0 has the same hooks (read, not run; its hash seed
+needs PYTHONHASHSEED equal on both sides). 0.32.0 reports failed reads in another way (get_transfer_results,
+with _pop_done_transfers returning a pair), which the worker side does not do yet.
 """
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import TPMapping
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
@@ -15,12 +18,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 TESTED = frozenset({"0.29.0"})
 """vLLM releases on which the plugin's tests have passed."""
 
+_COUNTS_CONSUMERS = "local_consumers" in TPMapping.__dataclass_fields__
+
 __all__ = [
     "TESTED",
     "EngineWaker",
     "check_supported",
     "hash_seed",
     "hash_unit",
+    "notices_awaited",
+    "readers_told",
     "vllm_release",
 ]
 
@@ -75,6 +82,19 @@ def hash_unit(vllm_config: Any, kv_cache_config: Any) -> int:
 def hash_seed() -> bytes:
     """Return the seed of this engine's hash chain; valid once the engine core is built."""
     return bytes(kv_cache_utils.NONE_HASH)
+
+
+def readers_told(worker: Any, engine_id: str) -> int:
+    """Return the number that a reader's notice to an engine carries, once the engine is known.
+
+    From 0.27 on the number of notices that the engine's rank waits for; in 0.26 the reader's TP size.
+    """
+    return int(getattr(worker.tp_mappings[engine_id], "local_consumers", worker.world_size))
+
+
+def notices_awaited(worker: Any, told: int) -> int:
+    """Return how many notices about one read a rank gets, from the number that they carry."""
+    return told if _COUNTS_CONSUMERS else max(1, told // int(worker.world_size))
 
 
 class EngineWaker:

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.platforms import current_platform
 
+from kvloop.connector import compat
 from kvloop.connector.guard import Refusal
 from kvloop.connector.metadata import Orders, Read, WorkerReport
 
@@ -199,7 +200,7 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         if text.startswith("HB:") or not expected.isdecimal():
             return  # heartbeats renew vLLM's own leases; ours have fixed deadlines
         seen = self._partial_notices.pop(remote_request_id, 0) + 1
-        if seen >= int(expected):
+        if seen >= compat.notices_awaited(self, int(expected)):
             with self._report_lock:
                 self._worker_report.notices.append(remote_request_id)
             return
@@ -209,10 +210,10 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def _send_notice(self, engine_id: str, remote_request_id: str) -> None:
         """Tell a peer that a handle will not be read, if the peer is known; its deadline does the rest."""
-        plan, agents = self.tp_mappings.get(engine_id), self._remote_agents.get(engine_id)
-        if plan is None or not agents:
+        agents = self._remote_agents.get(engine_id)
+        if not agents or engine_id not in self.tp_mappings:
             return
-        message = f"{remote_request_id}:{plan.local_consumers}".encode()
+        message = f"{remote_request_id}:{compat.readers_told(self, engine_id)}".encode()
         for agent in agents.values():
             try:
                 self.nixl_wrapper.send_notif(agent, notif_msg=message)
