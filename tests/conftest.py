@@ -14,6 +14,7 @@ SLOW_FILES = {
     "metastore/test_directory_model.py",
     "metastore/test_outages.py",
     "metastore/test_store_faults.py",
+    "ops/test_fleet.py",
 }
 SLOW_FOLDERS = {"cases"}
 SLOW_STORES = {"redis", "acl", "tls", "sentinel", "cluster"}

@@ -5,6 +5,7 @@ What prefill and decode workers say about themselves."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -52,6 +53,9 @@ class WorkerInfo(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    HOLD_TIME_FIELD_NUMBER: _builtins.int
+    SIDE_CHANNEL_FIELD_NUMBER: _builtins.int
+    TRANSFER_BACKENDS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
@@ -70,6 +74,8 @@ class WorkerInfo(_message.Message):
     """The leg served."""
     worker_id: _builtins.str
     """Name of the worker, for logs and answers."""
+    side_channel: _builtins.str
+    """host:port where peers' engines begin their reads; empty when the engine has none."""
     epoch: _builtins.str
     """Life of the engine process."""
     max_model_len: _builtins.int
@@ -91,6 +97,14 @@ class WorkerInfo(_message.Message):
     prefix_caching: _builtins.bool
     """Whether the engine's prefix cache is on: without it a decode worker can't go on from what it holds."""
     @_builtins.property
+    def hold_time(self) -> _duration_pb2.Duration:
+        """How long a decode engine holds a turn's blocks; absent for prefill engines."""
+
+    @_builtins.property
+    def transfer_backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What moves KV between engines, best first: "UCX", "LIBFABRIC"; empty when that is not known."""
+
+    @_builtins.property
     def model(self) -> _turn_pb2.ModelRef:
         """The weights served."""
 
@@ -111,6 +125,9 @@ class WorkerInfo(_message.Message):
         *,
         role: Global___WorkerRole.ValueType = ...,
         worker_id: _builtins.str = ...,
+        hold_time: _duration_pb2.Duration | None = ...,
+        side_channel: _builtins.str = ...,
+        transfer_backends: _abc.Iterable[_builtins.str] | None = ...,
         epoch: _builtins.str = ...,
         model: _turn_pb2.ModelRef | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
@@ -126,9 +143,9 @@ class WorkerInfo(_message.Message):
         counters: Global___EngineCounters | None = ...,
         prefix_caching: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "model", b"model", "pool", b"pool"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "hold_time", b"hold_time", "model", b"model", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bidirectional_kv_xfer", b"bidirectional_kv_xfer", "block_size", b"block_size", "compatibility", b"compatibility", "counters", b"counters", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "kv_recompute_threshold", b"kv_recompute_threshold", "max_model_len", b"max_model_len", "model", b"model", "pool", b"pool", "prefix_caching", b"prefix_caching", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "bidirectional_kv_xfer", b"bidirectional_kv_xfer", "block_size", b"block_size", "compatibility", b"compatibility", "counters", b"counters", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "hold_time", b"hold_time", "kv_recompute_threshold", b"kv_recompute_threshold", "max_model_len", b"max_model_len", "model", b"model", "pool", b"pool", "prefix_caching", b"prefix_caching", "role", b"role", "side_channel", b"side_channel", "transfer_backends", b"transfer_backends", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

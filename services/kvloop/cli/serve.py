@@ -144,6 +144,8 @@ class _Announced:
     async def start(self) -> None:
         await self._app.start()
         facts = {"event": "ready", "role": self._role, "endpoint": self._app.endpoint, "pid": os.getpid()}
+        if metrics := getattr(self._app, "metrics_endpoint", ""):
+            facts["metrics"] = metrics
         ready.say_line(facts)
         if self._ready_file is not None:
             await asyncio.to_thread(ready.announce, self._ready_file, facts)

@@ -123,5 +123,9 @@ def _endpoints(fleet: Any) -> str:
         named = f" --model {settings['model']}" if settings.get("model") else ""
         lines += ["", f"Talk to it:     kvloop chat --router {fleet.endpoint('router-0')}{named}"]
     decoders = " ".join(f"--decode {endpoint}" for endpoint in fleet.endpoints("decode"))
+    settings_file = fleet.folder / "router-0.yaml"
+    lines.append(
+        f"Is it well:     kvloop doctor --config {settings_file} --router {fleet.endpoint('router-0')}"
+    )
     lines += [f"What it holds:  kvloop leases {decoders}", "Ctrl-C stops it."]
     return "\n".join(lines)

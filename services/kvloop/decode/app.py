@@ -10,9 +10,11 @@ from kvloop.decode.reading import Reading, ReadPolicy
 from kvloop.decode.servicer import SERVICE_NAME, DecodeServicer, Parts
 from kvloop.decode.settings import DecodeSettings
 from kvloop.decode.turns import Turns
+from kvloop.decode.watching import watch_leases
 from kvloop.engine.port import Engine
 from kvloop.engine.worker import WorkerLife
 from kvloop.metastore.factory import Store
+from kvloop.metastore.tracing import traced
 from kvloop.runtime.clock import Clock, SystemClock
 from kvloop.v1alpha1 import decode_service_pb2_grpc
 
@@ -50,6 +52,11 @@ class DecodeApp:
         return self._life.worker_id
 
     @property
+    def metrics_endpoint(self) -> str:
+        """Return host:port of /metrics; "" without one."""
+        return self._life.metrics_endpoint
+
+    @property
     def parts(self) -> Parts:
         """Return what the service works with; valid once started."""
         assert self._parts is not None
@@ -60,6 +67,7 @@ class DecodeApp:
         await self._life.start_engine()
         self._parts = parts = self._wire()
         self._life.spawn(parts.keeper.watch())
+        self._life.metrics.probe(self._probe)
         self._servicer.open(parts)
         await self._life.open(load=lambda: float(len(parts.turns)))
 
@@ -93,10 +101,13 @@ class DecodeApp:
                     await self._parts.keeper.revoke_all()
         await self._life.stop()
 
+    async def _probe(self) -> None:
+        watch_leases(self._life.metrics, self.parts)
+
     def _wire(self) -> Parts:
         settings, clock, engine = self._settings, self._clock, self._life.engine
         publisher = Publisher(
-            self._life.store.directory,
+            traced(self._life.store.directory),
             self._life.endpoint,
             lambda: engine.facts,
             clock,
@@ -114,7 +125,9 @@ class DecodeApp:
             engine=engine,
             keeper=keeper,
             reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s)),
-            turns=Turns(engine, keeper, direct, clock, self._life.worker_id),
+            turns=Turns(
+                engine, keeper, direct, clock, worker_id=self._life.worker_id, metrics=self._life.metrics
+            ),
             clock=clock,
             worker_id=self._life.worker_id,
         )

@@ -15,6 +15,7 @@ retried in the background for a bounded time, then let go.
 import asyncio
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
@@ -60,6 +61,8 @@ class Keeper:
 
     def __init__(self, engine: Engine, publisher: Publisher, clock: Clock, policy: Policy = Policy()) -> None:
         self.table = LeaseTable()
+        self.publications: Counter[str] = Counter()
+        """By outcome: won, lost, deferred, given_up."""
         self._engine = engine
         self._publisher = publisher
         self._clock = clock
@@ -97,6 +100,7 @@ class Keeper:
         try:
             return await self._publish(lease)
         except DirectoryUnavailable as error:
+            self.publications["deferred"] += 1
             _log.info("publish_deferred", lease_id=lease.lease_id, outage=str(error))
             give_up = min(now + self._policy.publish_bound_s, lease.deadline)
             self._spawn(self._publish_later(lease, give_up))
@@ -199,6 +203,7 @@ class Keeper:
             newer = [other for other in self.table.live(lease.scope) if _later(other, lease)]
             published = None if newer else await self._publisher.publish(lease)
             won = published is not None and published.won
+            self.publications["won" if won else "lost"] += 1
             if not won:
                 self.table.end(lease, Ended.LOST, self._clock.monotonic())
                 losers = [lease]
@@ -239,6 +244,7 @@ class Keeper:
                 raise
             except DirectoryUnavailable:
                 if self._clock.monotonic() >= give_up:
+                    self.publications["given_up"] += 1
                     _log.warning("publish_given_up", lease_id=lease.lease_id)
                     await self._let_go(lease, Ended.UNPUBLISHED)
                     return

@@ -7,7 +7,7 @@ SOFT     no longer held. Remembered for a while, without tokens, so that a reade
 """
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -80,6 +80,8 @@ class LeaseTable:
         self._live: dict[bytes, list[Lease]] = {}
         self._soft: OrderedDict[str, Lease] = OrderedDict()
         self._reads: dict[str, Lease] = {}
+        self.endings: Counter[Ended] = Counter()
+        """Leases that ended, since the start."""
 
     def add(self, lease: Lease) -> None:
         """Add a new live lease. Raises ValueError when its id is taken or its tokens don't match."""
@@ -107,6 +109,11 @@ class LeaseTable:
         """Yield the leases that are LIVE or DOOMED."""
         return iter(list(self._by_id.values()))
 
+    @property
+    def pins(self) -> int:
+        """Return how many reads are in progress."""
+        return len(self._reads)
+
     def __len__(self) -> int:
         """Return how many leases are LIVE or DOOMED."""
         return len(self._by_id)
@@ -116,6 +123,7 @@ class LeaseTable:
         if not lease.is_live():
             return False
         lease.ended = why
+        self.endings[why] += 1
         lease.state = State.DOOMED
         lease.tokens = b""
         siblings = self._live[lease.scope]

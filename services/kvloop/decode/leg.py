@@ -15,9 +15,11 @@ from kvloop.decode.direct import Direct
 from kvloop.decode.keeper import Keeper, Kept
 from kvloop.decode.pump import Pump
 from kvloop.engine.port import DecodeJob, Engine, EngineFacts, Finish, HoldTerms
-from kvloop.runtime import checks, logs
+from kvloop.engine.watching import watch_transfer
+from kvloop.runtime import checks, logs, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import invalid
+from kvloop.runtime.metrics import Metrics
 from kvloop.v1alpha1 import decode_service_pb2
 
 MAX_HANDLE_CHARS = 4 * 1024 * 1024
@@ -68,11 +70,13 @@ class Leg:
         *,
         clock: Clock,
         worker_id: str,
+        metrics: Metrics,
     ) -> None:
         self._engine = engine
         self._keeper = keeper
         self._clock = clock
         self._worker_id = worker_id
+        self._metrics = metrics
         self._request = request
         retention = request.retention
         self._hold = retention.hold if retention.HasField("hold") else True
@@ -105,10 +109,20 @@ class Leg:
             self._task.cancel()
 
     async def _run(self) -> None:
+        with tracing.span("decode.leg") as span:
+            await self._serve(span)
+
+    async def _serve(self, span: tracing.Span) -> None:
         try:
             finish = await self._pump.drain()
             self._over = True
             self._summary = await self._finish(finish)
+            span.note(
+                output_tokens=self._summary.output_tokens,
+                held_tokens=self._summary.lease.num_tokens,
+                handoff_bytes=self._summary.handoff.bytes,
+                handoff_ms=self._summary.handoff.duration_ms,
+            )
         except asyncio.CancelledError:
             self._over = True
             await self._cancelled()
@@ -121,6 +135,7 @@ class Leg:
             self._pump.close()
 
     async def _finish(self, finish: Finish) -> decode_service_pb2.DecodeSummary:
+        watch_transfer(self._metrics, finish.handoff)
         kept = Kept()
         if finish.hold is not None:
             if self._hold:

@@ -6,6 +6,7 @@ one message to the engine's table.
 """
 
 import hmac
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,6 +44,9 @@ class Reading:
         self._keeper = keeper
         self._clock = clock
         self._policy = policy
+        self.granted = 0
+        self.refused: Counter[str] = Counter()
+        """By reason."""
 
     async def begin(self, request: decode_service_pb2.BeginReadRequest) -> ReadGrant:
         """Pin a lease for a reader and return its handle, cut to what is proven.
@@ -50,6 +54,15 @@ class Reading:
         Failures: INVALID_FIELD, LEASE_EPOCH, INCOMPATIBLE_ENGINES, LEASE_NOT_FOUND, LEASE_EXPIRED,
         PREFIX_DIVERGED.
         """
+        try:
+            grant = await self._begin(request)
+        except Failure as failure:
+            self.refused[failure.reason_name.lower()] += 1
+            raise
+        self.granted += 1
+        return grant
+
+    async def _begin(self, request: decode_service_pb2.BeginReadRequest) -> ReadGrant:
         claimed = _claimed(request)
         facts = self._engine.facts
         if request.epoch != facts.epoch:

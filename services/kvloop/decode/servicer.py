@@ -10,7 +10,7 @@ from kvloop.decode.reading import Reading
 from kvloop.decode.turns import Turns
 from kvloop.engine.port import Engine
 from kvloop.engine.worker import worker_info
-from kvloop.runtime import checks
+from kvloop.runtime import checks, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure, Reason, invalid
 from kvloop.runtime.servicing import Context, stream, time_left_s, unary
@@ -64,7 +64,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         turns = self._parts.turns
         if self._draining:
             raise Failure(Reason.ERROR_REASON_DRAINING, "the worker is going away")
-        leg = turns.begin(request)
+        with tracing.continued(context.invocation_metadata()):
+            leg = turns.begin(request)
         try:
             async for response in leg.responses():
                 yield response

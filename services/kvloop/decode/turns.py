@@ -7,18 +7,29 @@ from kvloop.decode.keeper import Keeper
 from kvloop.decode.leg import Leg, check_request
 from kvloop.engine.port import Engine
 from kvloop.runtime.clock import Clock
+from kvloop.runtime.metrics import Metrics
 from kvloop.v1alpha1 import decode_service_pb2
 
 
 class Turns:
     """Starts legs and waits for them."""
 
-    def __init__(self, engine: Engine, keeper: Keeper, direct: Direct, clock: Clock, worker_id: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        keeper: Keeper,
+        direct: Direct,
+        clock: Clock,
+        *,
+        worker_id: str,
+        metrics: Metrics,
+    ) -> None:
         self._engine = engine
         self._keeper = keeper
         self._direct = direct
         self._clock = clock
         self._worker_id = worker_id
+        self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, request: decode_service_pb2.DecodeRequest) -> Leg:
@@ -31,6 +42,7 @@ class Turns:
             self._direct,
             clock=self._clock,
             worker_id=self._worker_id,
+            metrics=self._metrics,
         )
         task = leg.start()
         self._tasks.add(task)

@@ -33,6 +33,12 @@ class EngineFacts:
     """Digest of what two engines must have equal to exchange KV."""
     bidirectional_kv_xfer: bool
     kv_recompute_threshold: int
+    hold_s: float = 0.0
+    """Seconds for which a decode engine holds a turn's blocks."""
+    side_channel: str = ""
+    """host:port where peers begin their reads; "" when there is none."""
+    transfer_backends: tuple[str, ...] = ()
+    """What moves KV between engines ("UCX", "LIBFABRIC"); empty when not known."""
     prefix_caching: bool = True
 
 

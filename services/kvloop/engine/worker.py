@@ -14,12 +14,16 @@ from pydantic import Field, model_validator
 from kvloop.engine.factory import create_engine
 from kvloop.engine.port import Engine, EngineFacts
 from kvloop.engine.settings import EngineSettings, Role
+from kvloop.engine.watching import watch_engine
 from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.metastore.registry import Worker
-from kvloop.runtime import endpoints, logs
-from kvloop.runtime.config import Settings
+from kvloop.metastore.watching import watch_store
+from kvloop.runtime import endpoints, logs, tracing
+from kvloop.runtime.config import ObservedSettings
 from kvloop.runtime.errors import Failure
+from kvloop.runtime.exposition import Exposition
+from kvloop.runtime.metrics import Metrics
 from kvloop.runtime.server import GrpcServer
 from kvloop.v1alpha1 import turn_pb2, worker_pb2
 
@@ -34,7 +38,7 @@ _ROLES: dict[Role, "worker_pb2.WorkerRole.ValueType"] = {
 _log = logs.get("worker")
 
 
-class WorkerSettings(Settings, EngineSettings):  # type: ignore[misc]  # both bases' model_config are merged
+class WorkerSettings(ObservedSettings, EngineSettings):  # type: ignore[misc]  # both bases' model_config are merged
     """What every worker may be told. Times are in seconds."""
 
     listen: str = "127.0.0.1:0"
@@ -73,7 +77,7 @@ def parse_endpoint(setting: str, text: str) -> endpoints.Endpoint:
 
 def worker_info(facts: EngineFacts, role: Role, worker_id: str) -> worker_pb2.WorkerInfo:
     """Return the facts as routers see them, without pool and counters."""
-    return worker_pb2.WorkerInfo(
+    info = worker_pb2.WorkerInfo(
         role=_ROLES[role],
         worker_id=worker_id,
         epoch=facts.epoch,
@@ -87,8 +91,13 @@ def worker_info(facts: EngineFacts, role: Role, worker_id: str) -> worker_pb2.Wo
         compatibility=facts.compatibility,
         bidirectional_kv_xfer=facts.bidirectional_kv_xfer,
         kv_recompute_threshold=facts.kv_recompute_threshold,
+        side_channel=facts.side_channel,
+        transfer_backends=facts.transfer_backends,
         prefix_caching=facts.prefix_caching,
     )
+    if role == "decode" and facts.hold_s:
+        info.hold_time.FromNanoseconds(int(facts.hold_s * 1e9))
+    return info
 
 
 def _open_store(settings: WorkerSettings) -> Store:
@@ -113,6 +122,10 @@ class WorkerLife:
         self.engine = engine if engine is not None else create_engine(settings, role)
         self.store = store if store is not None else _open_store(settings)
         self._own_store = store is None
+        self.metrics = Metrics(role)
+        self._exposition = Exposition(self.metrics, lambda: self.server.ready)
+        self.metrics_endpoint = ""
+        self._tracing = tracing.NOTHING
         self.endpoint = ""
         self.worker_id = settings.worker_id or ""
         self._settings = settings
@@ -124,6 +137,10 @@ class WorkerLife:
     async def start_engine(self) -> None:
         """Listen, then start the engine. Not ready yet. Raises ServerError, Failure."""
         settings = self._settings
+        self._tracing = tracing.configure(settings, self._role)
+        self.metrics.probe(self._probe_store)
+        self.metrics.probe(self._probe_engine)
+        self.metrics_endpoint = await self._exposition.start(settings.metrics_listen)
         port = await self.server.start(settings.listen)
         at = settings.advertise or str(endpoints.parse(settings.listen)._replace(port=port))
         self.endpoint = at
@@ -164,6 +181,8 @@ class WorkerLife:
         await self.engine.stop()
         if self._own_store:
             await self.store.close()
+        await self._exposition.stop()
+        await self._tracing.stop()
 
     def spawn(self, work: Coroutine[None, None, None]) -> None:
         """Run something until the worker stops."""
@@ -182,6 +201,15 @@ class WorkerLife:
             draining=self._draining,
             info=worker_info(facts, self._role, self.worker_id).SerializeToString(),
         )
+
+    async def _probe_store(self) -> None:
+        watch_store(self.metrics, self.store)
+
+    async def _probe_engine(self) -> None:
+        up = await self._is_well()
+        self.metrics.put("kvloop_engine_up", value=up)
+        if up:
+            watch_engine(self.metrics, await self.engine.pool(), await self.engine.counters())
 
     async def _watch_health(self) -> None:
         well = True

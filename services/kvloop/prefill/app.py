@@ -38,7 +38,7 @@ class PrefillApp:
         rule = EndpointRule(settings.decode_endpoints, lambda: self._decodes)
         times = ReaderTimes(settings.begin_read_timeout_s, settings.end_read_timeout_s, settings.pin_s)
         self._reader = Reader(self._peers, rule, clock, times)
-        self._legs = Legs(self._life.engine, self._reader, clock)
+        self._legs = Legs(self._life.engine, self._reader, clock, self._life.metrics)
         self._opened = False
         self._stopped = False
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(
@@ -55,9 +55,15 @@ class PrefillApp:
         """Return the worker's name; valid once started."""
         return self._life.worker_id
 
+    @property
+    def metrics_endpoint(self) -> str:
+        """Return host:port of /metrics; "" without one."""
+        return self._life.metrics_endpoint
+
     async def start(self) -> None:
         """Listen, start the engine, be ready. Raises ServerError, Failure."""
         await self._life.start_engine()
+        self._life.metrics.probe(self._legs.probe)
         self._life.spawn(self._follow_registry())
         self._servicer.open(Parts(self._life.engine, self._legs, self._life.worker_id))
         self._opened = True

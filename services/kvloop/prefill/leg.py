@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 
 from kvloop.engine.port import Engine, EngineFacts, PrefillJob, PrefillOutcome
+from kvloop.engine.watching import watch_transfer
 from kvloop.prefill.reading import NotRead, Pin, Reader, missing
-from kvloop.runtime import checks, logs
+from kvloop.runtime import checks, logs, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.metrics import Metrics
 from kvloop.v1alpha1 import prefill_service_pb2, turn_pb2
 
 COLD_SUFFIX = "~cold"
@@ -41,10 +43,11 @@ class _Done:
 class Legs:
     """Runs prefill legs on one engine."""
 
-    def __init__(self, engine: Engine, reader: Reader, clock: Clock) -> None:
+    def __init__(self, engine: Engine, reader: Reader, clock: Clock, metrics: Metrics) -> None:
         self._engine = engine
         self._reader = reader
         self._clock = clock
+        self._metrics = metrics
         self.running = 0
 
     async def run(
@@ -58,12 +61,35 @@ class Legs:
             done = await self._prefill(request, time_left_s)
         finally:
             self.running -= 1
-        return _response(done, (self._clock.monotonic() - started) * 1000)
+        response = _response(done, (self._clock.monotonic() - started) * 1000)
+        self._watch(done, response.reuse)
+        return response
 
     async def release(self, request_id: str) -> bool:
         """Let go of a leg's outcome, whichever of its two attempts made it."""
         return await self._engine.release_prefill(request_id) or await self._engine.release_prefill(
             request_id + COLD_SUFFIX
+        )
+
+    async def probe(self) -> None:
+        """Fill in the metrics that are kept here."""
+        self._metrics.put("kvloop_legs_in_flight", value=self.running)
+
+    def _watch(self, done: _Done, reuse: turn_pb2.Reuse) -> None:
+        verdict = turn_pb2.Verdict.Name(reuse.verdict).removeprefix("VERDICT_").lower()
+        reason = turn_pb2.ReuseReason.Name(reuse.reason).removeprefix("REUSE_REASON_").lower()
+        self._metrics.add("kvloop_prefills", verdict, reason)
+        self._metrics.add("kvloop_cold_retries", amount=done.retried)
+        watch_transfer(self._metrics, done.outcome.readback)
+        tracing.note(
+            verdict=verdict,
+            reason=reason,
+            p_local_tokens=reuse.tokens.p_local,
+            readback_tokens=reuse.tokens.readback,
+            computed_tokens=reuse.tokens.computed,
+            readback_bytes=reuse.readback.bytes,
+            readback_ms=reuse.readback.duration_ms,
+            retried=done.retried,
         )
 
     async def _prefill(self, request: prefill_service_pb2.PrefillRequest, time_left_s: float) -> _Done:

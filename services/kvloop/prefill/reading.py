@@ -14,7 +14,7 @@ import grpc
 
 from kvloop.engine.port import EngineFacts, ReadGrant
 from kvloop.prefill.peers import EndpointRule, Peers
-from kvloop.runtime import logs
+from kvloop.runtime import logs, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.digests import prefix_digests, proof_lengths
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
@@ -128,7 +128,9 @@ class Reader:
     ) -> Pin:
         sent = self._clock.monotonic()
         try:
-            answer = await self._peers.stub(endpoint).BeginRead(request, timeout=timeout_s)
+            answer = await self._peers.stub(endpoint).BeginRead(
+                request, timeout=timeout_s, metadata=tracing.outgoing()
+            )
         except grpc.aio.AioRpcError as error:
             raise NotRead(self._why(endpoint, error)) from None
         self._peers.answered(endpoint)

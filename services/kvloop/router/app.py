@@ -4,6 +4,8 @@ import asyncio
 
 from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory
+from kvloop.metastore.tracing import traced
+from kvloop.metastore.watching import watch_store
 from kvloop.router.auth import Authenticator
 from kvloop.router.book import CostBook
 from kvloop.router.discovery import Discovery
@@ -13,10 +15,13 @@ from kvloop.router.legs import Background
 from kvloop.router.servicer import SERVICE, RouterServicer
 from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Tools
+from kvloop.router.watching import TurnWatch, watch_workers
 from kvloop.router.workers import WorkerPool
-from kvloop.runtime import endpoints, logs
+from kvloop.runtime import endpoints, logs, tracing
 from kvloop.runtime.clock import Clock, SystemClock
 from kvloop.runtime.config import ConfigError
+from kvloop.runtime.exposition import Exposition
+from kvloop.runtime.metrics import Metrics
 from kvloop.runtime.server import GrpcServer
 
 _STOP_GRACE_S = 1.0
@@ -41,6 +46,10 @@ class RouterApp:
         self._own_store = store is None
         self._clock = clock or SystemClock()
         self._given = directory
+        self._metrics = Metrics("router")
+        self._exposition = Exposition(self._metrics, lambda: self._server is not None and self._server.ready)
+        self._metrics_endpoint = ""
+        self._tracing = tracing.NOTHING
         self._pool: WorkerPool | None = None
         self._background = Background()
         self._servicer: RouterServicer | None = None
@@ -52,6 +61,11 @@ class RouterApp:
     def endpoint(self) -> str:
         """Return host:port where RouterService listens; valid once started."""
         return self._endpoint
+
+    @property
+    def metrics_endpoint(self) -> str:
+        """Return host:port of /metrics; "" without one."""
+        return self._metrics_endpoint
 
     @property
     def pool(self) -> WorkerPool:
@@ -69,6 +83,9 @@ class RouterApp:
         settings = self._settings
         identities = Identities(load_secret(settings))
         authenticator = Authenticator(settings.tokens_file, self._clock)
+        self._tracing = tracing.configure(settings, "router")
+        self._metrics.probe(self._probe)
+        self._metrics_endpoint = await self._exposition.start(settings.metrics_listen)
         if self._store is None and self._given is None:
             self._store = await _open(settings)
         directory = self._given or (self._store.directory if self._store is not None else None)
@@ -79,12 +96,13 @@ class RouterApp:
         tools = Tools(
             settings=settings,
             pool=self._pool,
-            directory=directory,
+            directory=traced(directory),
             identities=identities,
             clock=self._clock,
             background=self._background,
             book=book,
             memory=Memory(settings.explained_turns),
+            watch=TurnWatch(self._metrics),
         )
         self._servicer = RouterServicer(tools, authenticator)
         self._server = GrpcServer([SERVICE])
@@ -121,7 +139,17 @@ class RouterApp:
         if self._store is not None and self._own_store:
             await self._store.close()
             self._store = None
+        await self._exposition.stop()
+        await self._tracing.stop()
         self._pool = self._servicer = self._server = None
+
+    async def _probe(self) -> None:
+        self._metrics.put("kvloop_turns_in_flight", value=self.turns)
+        self._metrics.put("kvloop_turns_limit", value=self._settings.max_concurrent_turns)
+        if self._pool is not None:
+            watch_workers(self._metrics, self._pool)
+        if self._store is not None:
+            watch_store(self._metrics, self._store)
 
     async def _stop_following(self) -> None:
         tasks, self._tasks = self._tasks, []

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from kvloop.runtime import tracing
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
 from kvloop.v1alpha1 import (
@@ -100,7 +101,7 @@ class PrefillLink:
         """Run the leg. Raises LegFailed; cancellation cancels the call."""
         try:
             response: prefill_service_pb2.PrefillResponse = await self._stub.Prefill(
-                request, timeout=timeout_s
+                request, timeout=timeout_s, metadata=tracing.outgoing()
             )
         except grpc.aio.AioRpcError as error:
             raise _leg_failed(error) from None
@@ -143,7 +144,7 @@ class DecodeLink:
         self, request: decode_service_pb2.DecodeRequest, timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
         """Yield serialized DecodeResponses. Raises LegFailed; closing early cancels the call."""
-        call = self._decode(request, timeout=timeout_s)
+        call = self._decode(request, timeout=timeout_s, metadata=tracing.outgoing())
         try:
             async for raw in call:
                 yield raw

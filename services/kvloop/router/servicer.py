@@ -9,6 +9,7 @@ from kvloop.router import conversations, steps
 from kvloop.router.auth import Authenticator
 from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn
+from kvloop.runtime import tracing
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.servicing import Context, stream, time_left_s, unary
 from kvloop.v1alpha1 import router_service_pb2
@@ -65,11 +66,16 @@ class RouterServicer:
         self, request: router_service_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[bytes]:
         """Serve one turn. Nothing, headers included, is sent before the first chunk."""
-        tenant = self._tenant(context)
-        self._check_room()
-        turn = steps.admit(request, tenant, time_left_s(context), self._tools)
+        try:
+            tenant = self._tenant(context)
+            self._check_room()
+            turn = steps.admit(request, tenant, time_left_s(context), self._tools)
+        except Failure as failure:
+            self._tools.watch.refused(failure)
+            raise
         relay = Relay()
-        task = self._start(turn, relay)
+        with tracing.continued(context.invocation_metadata()):
+            task = self._start(turn, relay)
         try:
             async for answer in relay.read():
                 yield answer
@@ -157,7 +163,8 @@ class RouterServicer:
 
     async def _run(self, turn: Turn, relay: Relay) -> None:
         try:
-            await steps.serve(turn, self._tools, relay)
+            with self._tools.watch.serving(turn):
+                await steps.serve(turn, self._tools, relay)
         except asyncio.CancelledError:
             # Only a stop of the router finds a reader still there.
             relay.fail(Failure(Reason.ERROR_REASON_DRAINING, "this router has stopped; use another"))

@@ -7,7 +7,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from kvloop.runtime import endpoints
-from kvloop.runtime.config import Settings
+from kvloop.runtime.config import ObservedSettings
 
 MIN_SECRET_BYTES = 16
 
@@ -15,7 +15,7 @@ Endpoints = Annotated[tuple[str, ...], NoDecode]
 Seed = Annotated[float, Field(ge=0)]
 
 
-class RouterSettings(Settings):
+class RouterSettings(ObservedSettings):
     """What a router needs to know. Times in the unit of the name, counts in turns."""
 
     listen: str = "127.0.0.1:7600"

@@ -45,6 +45,7 @@ async def serve(turn: Turn, tools: Tools, relay: Relay) -> None:
 async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
     await lookup(turn, tools)
     verdict(turn, tools)
+    turn.expected_tokens = turn.decided.expected_tokens
     while True:
         try:
             place(turn, tools)
@@ -57,7 +58,10 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
             break
         except LegFailed as failed:
             start_again(turn, tools, failed)
-    relay.finish(summary(turn).SerializeToString())
+            tools.watch.retried(failed.failure)
+    answer = summary(turn)
+    relay.finish(answer.SerializeToString())
+    tools.watch.answered(turn, answer.summary)
     tools.book.learn(turn)
     decision = turn.decided
     _log.debug(

@@ -11,8 +11,10 @@ from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
 from kvloop.router.settings import RouterSettings
 from kvloop.router.verdict import Decision
+from kvloop.router.watching import TurnWatch
 from kvloop.router.worker import DecodeWorker
 from kvloop.router.workers import Pair, Served, WorkerPool
+from kvloop.runtime import tracing
 from kvloop.runtime.clock import Clock
 from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, router_service_pb2, turn_pb2
 
@@ -31,6 +33,7 @@ class Tools:
     identities: Identities
     clock: Clock
     background: Background
+    watch: TurnWatch
     book: "CostBook"
     memory: "Memory"
 
@@ -67,6 +70,8 @@ class Turn:
     holder: DecodeWorker | None = None
     """The decode worker that holds the history, if it still does."""
     looked_again: bool = False
+    expected_tokens: int = 0
+    """What the first verdict expected to be read back."""
     direct_refused: bool = False
     """Whether the holder would not go on from its lease; the turn is not offered to it again."""
 
@@ -125,7 +130,8 @@ class Turn:
         """Add the time spent inside to a step's timing."""
         before = self.clock.monotonic()
         try:
-            yield
+            with tracing.span(f"router.{step}"):
+                yield
         finally:
             spent = (self.clock.monotonic() - before) * 1000
             self.timings[step] = self.timings.get(step, 0.0) + spent

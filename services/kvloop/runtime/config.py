@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvloop.runtime import endpoints
 
 ENV_PREFIX = "KVLOOP_"
 
@@ -56,6 +58,36 @@ class Settings(BaseSettings):
             return cls(**values)
         except ValidationError as error:
             raise ConfigError(_sentences(error)) from None
+
+
+class ObservedSettings(Settings):
+    """What routers and workers may be told about being watched. Everything is off by default."""
+
+    metrics_listen: str = ""
+    """host:port of /metrics, /livez and /readyz over HTTP; absent: none."""
+    metrics_open: bool = False
+    """Lets metrics_listen be reached from other hosts."""
+    trace_file: Path | None = None
+    """Traces as JSON lines in this file; needs the otel extra."""
+    trace_otlp_url: str = ""
+    """Traces to an OTLP collector, http://host:4317 for gRPC; needs the otel extra."""
+    trace_share: float = Field(1.0, ge=0, le=1)
+    """Share of turns traced that no caller has decided about."""
+
+    @model_validator(mode="after")
+    def _refuse_open_metrics(self) -> Self:
+        if not self.metrics_listen:
+            return self
+        try:
+            at = endpoints.parse(self.metrics_listen)
+        except ValueError as error:
+            raise ValueError(f"metrics_listen: {error}") from None
+        if not (at.is_loopback or self.metrics_open):
+            raise ValueError(
+                f"metrics_listen {self.metrics_listen} is open to other hosts; set metrics_open,"
+                " or listen on 127.0.0.1"
+            )
+        return self
 
 
 def _from_file(file: Path) -> dict[str, Any]:

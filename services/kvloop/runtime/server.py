@@ -49,6 +49,7 @@ class GrpcServer:
         self.server = grpc.aio.server(interceptors=(ParseGuard(),), options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         self._ready_names = ("", *service_names)
+        self.ready = False
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
@@ -69,6 +70,7 @@ class GrpcServer:
 
     async def set_ready(self, ready: bool) -> None:
         """Turn readiness on or off."""
+        self.ready = ready
         state = (
             health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         )

@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from kvloop.runtime import logs
+from kvloop.runtime import logs, tracing
 from kvloop.runtime.errors import Failure, Reason, invalid, to_status
 
 _log = logs.get("servicing")
@@ -77,7 +77,8 @@ def unary(method: Callable[[S, Q, Context], Awaitable[A]]) -> Callable[[S, Q, Co
     async def wrapped(self: S, request: Q, context: Context) -> A:
         try:
             _check_parsed(request)
-            return await method(self, request, context)
+            with tracing.serving(method.__name__, context.invocation_metadata()):
+                return await method(self, request, context)
         except Failure as failure:
             await abort(context, failure)
         except (grpc.aio.AbortError, grpc.aio.BaseError):

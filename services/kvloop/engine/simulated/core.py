@@ -98,6 +98,12 @@ class Core:
 
     # Life
 
+    @property
+    def side_channel(self) -> str:
+        """Return host:port where other processes read; "" without such a door."""
+        address = self._address
+        return f"{address.host}:{address.port}" if address.port else ""
+
     async def start(self) -> None:
         """Begin to serve."""
         if self._fabric.tcp:

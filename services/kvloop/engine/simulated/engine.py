@@ -76,6 +76,8 @@ class SimulatedEngine:
             compatibility=self._compatibility,
             bidirectional_kv_xfer=s.bidirectional_kv_xfer,
             kv_recompute_threshold=s.kv_recompute_threshold,
+            hold_s=s.decoder_kv_blocks_ttl,
+            side_channel=self._core.side_channel,
             prefix_caching=s.enable_prefix_caching,
         )
 

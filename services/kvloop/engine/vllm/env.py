@@ -74,6 +74,13 @@ def apply(settings: EngineSettings, port: int) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 
+def side_channel() -> str:
+    """Return host:port of this process's NIXL side channel, once it is chosen."""
+    host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "")
+    port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if host and port else ""
+
+
 def hash_seed() -> str:
     """Return what block hashes are seeded with."""
     return os.environ.get(_HASH_SEED, "")

@@ -29,8 +29,17 @@ def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> En
         compatibility=compatibility(settings, vllm_config, version),
         bidirectional_kv_xfer=settings.bidirectional_kv_xfer,
         kv_recompute_threshold=settings.kv_recompute_threshold,
+        hold_s=settings.decoder_kv_blocks_ttl,
+        side_channel=env.side_channel(),
+        transfer_backends=transfer_backends(vllm_config),
         prefix_caching=settings.enable_prefix_caching,
     )
+
+
+def transfer_backends(vllm_config: Any) -> tuple[str, ...]:
+    """Return NIXL's backends as the connector's configuration names them; UCX when it names none."""
+    extra = getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {}
+    return tuple(str(name) for name in extra.get("backends") or ("UCX",))
 
 
 def revision(settings: EngineSettings, model_config: Any) -> str:

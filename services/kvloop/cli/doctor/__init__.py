@@ -1,0 +1,1 @@
+"""`kvloop doctor`: small checks, each with a remedy."""

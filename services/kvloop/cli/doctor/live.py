@@ -1,0 +1,101 @@
+"""A read from D to P as turns make it: a short one and one that goes on from it, both through the router."""
+
+import secrets
+from collections.abc import Sequence
+
+from kvloop.cli.client import RouterClient, Turn
+from kvloop.cli.doctor.findings import Finding, fail, ok, warn
+from kvloop.cli.errors import CommandFailed
+from kvloop.v1alpha1 import sampling_pb2, turn_pb2, worker_pb2
+
+NAME = "live-read"
+
+_CUT = 4
+
+_REMEDIES = {
+    "disabled": "set reuse on the router",
+    "not_found": "check that the decode workers publish to the routers' store (see registry and store)",
+    "expired": "raise decoder_kv_blocks_ttl",
+    "epoch": "a decode worker restarted meanwhile; try again",
+    "diverged": "the answer's tokens did not come back as they were; report this",
+    "below_threshold": "lower kv_recompute_threshold",
+    "directory_unavailable": "check the store's distance and load, or raise directory_timeout_ms",
+    "decode_unavailable": "let the prefill worker reach the decode worker: set its decode_endpoints, or the "
+    "store that both register in",
+    "read_failed": "look at the prefill worker's log; check side-channel and transport",
+    "incompatible": "see compatibility and bidirectional",
+    "costlier": "nothing is wrong: by the router's measured costs, so few tokens are computed faster",
+    "local": "nothing is wrong: the prefill worker had it all in its own prefix cache",
+}
+
+
+async def check_live_read(client: RouterClient, infos: Sequence[worker_pb2.WorkerInfo]) -> Finding:
+    """Play two tiny turns and judge the second; what they leave is let go of."""
+    threshold = max((info.kv_recompute_threshold for info in infos), default=64)
+    block = max((info.block_size for info in infos), default=32)
+    vocabulary = min((info.vocab_size for info in infos), default=1000)
+    longest = min((info.max_model_len for info in infos), default=2048)
+    # Even where P still has the prompt in its prefix cache, the answer alone is worth a read.
+    answer = threshold + 2 * block + _CUT
+    if answer + 4 * block >= longest:
+        return warn(
+            NAME,
+            f"a read takes more tokens than max_model_len ({longest}) leaves room for",
+            "lower kv_recompute_threshold",
+        )
+    dice = secrets.SystemRandom()
+
+    def some(count: int) -> list[int]:
+        return [dice.randrange(3, vocabulary) for _ in range(count)]
+
+    conversation = f"kvloop-doctor-{secrets.token_hex(8)}"
+    prompt = some(2 * block)
+    try:
+        got, _ = await _play(client, conversation, prompt, answer)
+        # Not the whole of what is held: a decode worker could go on from that without any read.
+        history = [*prompt, *got][:-_CUT]
+        _, summary = await _play(client, conversation, [*history, *some(block)], 1)
+        await client.end_conversation(conversation)
+    except CommandFailed as error:
+        return fail(NAME, f"a turn failed: {error}", "see the other findings, and the router's log")
+    return judge(summary)
+
+
+def judge(summary: turn_pb2.Summary) -> Finding:
+    """Return what a turn that should have read back says."""
+    reuse = summary.reuse
+    verdict = turn_pb2.Verdict.Name(reuse.verdict).removeprefix("VERDICT_").lower()
+    reason = turn_pb2.ReuseReason.Name(reuse.reason).removeprefix("REUSE_REASON_").lower()
+    if verdict == "readback":
+        read = reuse.readback
+        speed = f", {read.bytes / read.duration_ms / 1e6:.2f} GB/s" if read.duration_ms > 0 else ""
+        return ok(
+            NAME,
+            f"{reuse.tokens.readback} tokens, {read.bytes} bytes in {read.duration_ms:.1f} ms{speed}, "
+            f"from {summary.decode_worker} to {summary.prefill_worker}",
+        )
+    if verdict == "direct":
+        return warn(
+            NAME,
+            "the decode worker went on from what it held, so nothing had to be read back",
+            "that is the fastest way; to try a read, run again while the decode worker is busy",
+        )
+    make = warn if reason in {"local", "costlier"} else fail
+    return make(
+        NAME,
+        f"the second turn was computed anew: {reason}",
+        _REMEDIES.get(reason, "see the other findings"),
+    )
+
+
+async def _play(
+    client: RouterClient, conversation: str, prompt: list[int], max_tokens: int
+) -> tuple[list[int], turn_pb2.Summary]:
+    sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    ids: list[int] = []
+    summary = turn_pb2.Summary()
+    async for piece in client.generate(Turn(prompt, conversation, sampling)):
+        ids += piece.token_ids
+        if piece.summary is not None:
+            summary = piece.summary
+    return ids, summary
