@@ -22,6 +22,7 @@ _COMMANDS = {
     "leases": _Lazy("kvloop.cli.leases:leases", "function", "List the leases that decode workers hold."),
     "explain": _Lazy("kvloop.cli.explain:explain", "function", "Show the numbers behind a recent turn."),
     "demo": _Lazy("kvloop.cli.demo.command:demo", "function", "One conversation with and without reuse."),
+    "bench": _Lazy("kvloop.cli.bench.command:app", "app", "Measure: sweeps, load, comparisons."),
     "model": _Lazy("kvloop.cli.model:app", "app", "Get models."),
 }
 
