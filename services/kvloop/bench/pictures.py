@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvloop.bench.article import TABLES, ArticleTable
 from kvloop.bench.report import lengths_of
@@ -86,14 +86,15 @@ def _ttft(summary: Mapping[str, Any], titled: str) -> Figure:
     logarithmic = bool(values) and max(values) > _LOG_FROM * min(values)
     if logarithmic:
         ours.set_yscale("log")
+        ours.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ours.yaxis.set_minor_formatter(NullFormatter())
     else:
         ours.set_ylim(bottom=0)
-    ours.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _ms(value)))
+    _thousands(ours)
     _length_axis(ours, [int(length) for length in lengths_of(summary)])
     _name_ends(ours, ends)
     ours.set(xlabel="prompt length, tokens", ylabel=f"TTFT, ms{' (log scale)' if logarithmic else ''}")
-    ours.set_title(f"{titled}\nmedian, band: 95% interval", fontsize=10, loc="left")
+    ours.set_title(f"{titled}\nmedian{_samples(summary)}; band: 95% interval", fontsize=10, loc="left")
     ours.legend(loc="upper left")
     for axes, table in zip(theirs, TABLES, strict=True):
         _their_lines(axes, table)
@@ -102,17 +103,25 @@ def _ttft(summary: Mapping[str, Any], titled: str) -> Figure:
 
 def _their_lines(axes: Axes, table: ArticleTable) -> None:
     places = [table.short_tokens, table.long_tokens]
-    for ends, leg, label in ((table.ttft_off, "off-cold", "off"), (table.ttft_on, "readback", "on")):
+    curves = ((table.ttft_off, "off-cold", "off", 5, "bottom"), (table.ttft_on, "readback", "on", -6, "top"))
+    for ends, leg, label, shift, side in curves:
         values = [ends.short, ends.long]
         axes.plot(places, values, ls="--", marker=_MARKS[leg], color=_COLOURS[leg], label=label, lw=1.5)
         for place, value in zip(places, values, strict=True):
             axes.annotate(
-                _ms(value), (place, value), (0, 5), textcoords="offset points", ha="center", fontsize=8
+                _ms(value),
+                (place, value),
+                (0, shift),
+                textcoords="offset points",
+                ha="center",
+                va=side,
+                fontsize=8,
             )
     axes.set_ylim(0, max(table.ttft_off.long, table.ttft_on.long) * 1.2)
     axes.margins(x=0.12)
     _length_axis(axes, places)
     axes.set_ylabel("TTFT, ms")
+    _thousands(axes)
     axes.set_title(f"{table.label}\n(published: ends only)", fontsize=9, loc="left", color="#444444")
     axes.legend(loc="upper left", fontsize=8)
 
@@ -142,8 +151,8 @@ def _prefill(summary: Mapping[str, Any], titled: str) -> Figure:
     ours.grid(axis="x", visible=False)
     ours.set_ylim(0, (tallest or 1.0) * 1.12)
     ours.set(xlabel="prompt length, tokens", ylabel="duration of the prefill leg, ms")
-    ours.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _ms(value) if value else "0"))
-    ours.set_title(f"{titled}\nmedians", fontsize=10, loc="left")
+    _thousands(ours)
+    ours.set_title(f"{titled}\nmedian{_samples(summary)}", fontsize=10, loc="left")
     _bar_legend(ours, legs, summary)
     for axes, table in zip(theirs, TABLES, strict=True):
         _their_bars(axes, table)
@@ -198,6 +207,7 @@ def _their_bars(axes: Axes, table: ArticleTable) -> None:
     axes.grid(axis="x", visible=False)
     axes.set_ylim(0, tallest * 1.15)
     axes.set_ylabel("prefill, ms")
+    _thousands(axes)
     axes.set_title(f"{table.label}\n(published: ends only)", fontsize=9, loc="left", color="#444444")
     axes.legend(loc="upper left", fontsize=8)
 
@@ -207,7 +217,6 @@ def _name_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
     axes.margins(x=0.04)
     left, right = axes.get_xlim()
     axes.set_xlim(left, right + (right - left) * 0.17)
-    axes.figure.canvas.draw() if axes.figure.canvas else None
     height = axes.get_window_extent().height
     least, last = 13.0 * axes.figure.dpi / 72, -1e9
     for place, value, text, colour in sorted(ends, key=lambda end: end[1]):
@@ -228,6 +237,18 @@ def _name_ends(axes: Axes, ends: list[tuple[float, float, str, str]]) -> None:
 
 def _length_axis(axes: Axes, lengths: list[int]) -> None:
     axes.set_xticks(lengths, [_k(length) for length in lengths])
+
+
+def _samples(summary: Mapping[str, Any]) -> str:
+    counts = {cell["ttft_ms"]["n"] for cells in summary["legs"].values() for cell in cells.values()}
+    if not counts:
+        return ""
+    least, most = min(counts), max(counts)
+    return f" of {least}" if least == most else f" of {least} to {most}"
+
+
+def _thousands(axes: Axes) -> None:
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _ms(value) if value else "0"))
 
 
 def _k(tokens: int) -> str:

@@ -57,12 +57,20 @@ class SweepPlan:
     """Length of the measured turn's answer."""
     seed: int = 0
     warm_up: int = 1
-    """Rounds over all lengths and legs that do not count."""
+    """Rounds that do not count, over all legs."""
+    warm_up_all: bool = False
+    """Whether they go over all lengths; otherwise over the shortest."""
 
     @property
     def requests(self) -> int:
         """Return the number of requests, warm-up included."""
-        return 2 * len(self.legs) * len(self.lengths) * (self.samples + self.warm_up)
+        lengths = len(self.lengths) * self.samples + len(self.warm_up_lengths) * self.warm_up
+        return 2 * len(self.legs) * lengths
+
+    @property
+    def warm_up_lengths(self) -> tuple[int, ...]:
+        """Return the prompt lengths of the rounds that do not count."""
+        return self.lengths if self.warm_up_all else (min(self.lengths),)
 
     def check(self) -> None:
         """Raise ValueError for lengths that leave no history."""
@@ -94,7 +102,7 @@ class Sweep:
         for round_number in range(plan.warm_up + plan.samples):
             measured = round_number >= plan.warm_up
             repetition = round_number - plan.warm_up if measured else -1 - round_number
-            for length in self._shuffled(plan.lengths):
+            for length in self._shuffled(plan.lengths if measured else plan.warm_up_lengths):
                 sample = plan.shape.sample(plan.seed, length, repetition)
                 for leg in self._shuffled(plan.legs):
                     await self._play(leg, sample, measured)

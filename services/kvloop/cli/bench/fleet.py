@@ -10,7 +10,7 @@ Only what the legs need is started. A router of a fleet knows all workers at fir
 those of its route.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ class Routes:
     """Router by route."""
     info: worker_pb2.WorkerInfo
     """A prefill worker's facts."""
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Waits until a part ends by itself and raises its PartFailed; None where nothing of ours runs."""
 
 
 @asynccontextmanager
@@ -75,4 +77,4 @@ async def open_routes(legs: Sequence[Leg], workers: Mapping[str, Any], folder: P
                 info = await reader.read()
             finally:
                 await reader.close()
-            yield Routes(dict(zip(routes, fleet.endpoints("router"), strict=True)), info)
+            yield Routes(dict(zip(routes, fleet.endpoints("router"), strict=True)), info, fleet.watch)

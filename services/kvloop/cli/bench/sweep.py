@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvloop.cli import options
-from kvloop.cli.errors import EXIT_FAILED, EXIT_INTERRUPTED, CommandFailed, say, sentences
+from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences
 
 if TYPE_CHECKING:
     from kvloop.bench.records import RecordFile
@@ -43,6 +43,9 @@ _EXTRA: dict[str, Any] = {
         int | None, typer.Option(min=1, help="Answer of the measured turn. [default: 16]")
     ],
     "warm_up": Annotated[int | None, typer.Option(min=0, help="Rounds that do not count. [default: 1]")],
+    "warm_up_all": Annotated[
+        bool | None, typer.Option("--warm-up-all", help="Warm up at all lengths, not the shortest alone.")
+    ],
     "workload_seed": Annotated[int | None, typer.Option(help="Seed of prompts and order. [default: 0]")],
     "out": Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where results go. [default: out/sweep]")
@@ -102,6 +105,7 @@ def plan_of(own: Mapping[str, Any]) -> "SweepPlan":
             output_tokens=given.get("output_tokens", 16),
             seed=given.get("workload_seed", 0),
             warm_up=given.get("warm_up", 1),
+            warm_up_all=given.get("warm_up_all", False),
         )
         plan.check()
     except ValueError as error:
@@ -141,7 +145,7 @@ async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, An
     out: Path = own["out"] or Path("out/sweep")
     folder = own["logs"] or Path(tempfile.mkdtemp(prefix="kvloop-sweep-"))
     settings = {"date": now(), "machine": machine(), "versions": versions(), **settings_of(plan)}
-    code = EXIT_FAILED
+    complete = False
     keep = own["logs"] is not None
     try:
         async with _routes(engine, plan, own, folder) as (routes, vocabulary):
@@ -149,14 +153,12 @@ async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, An
                 settings |= facts_of(routes.info)
             with RecordFile(out / REQUESTS) as file:
                 try:
-                    await _play(plan, routes, vocabulary, own["token"], file)
-                    code = 0
-                except asyncio.CancelledError:
-                    # signals.run ends with the signal's own code; this one is for a reader of the task.
-                    code = EXIT_INTERRUPTED
-                    raise
+                    playing = _play(plan, routes, vocabulary, own["token"], file)
+                    await _unless_crashed(playing, routes)
+                    complete = True
                 finally:
-                    _report(out, file, settings, complete=code == 0)
+                    # A signal comes as a cancellation: what was measured is kept.
+                    _report(out, file, settings, complete=complete)
     except PartFailed as failure:
         keep = True
         say(f"{failure}\nAll logs are in {folder}")
@@ -167,7 +169,22 @@ async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, An
     if failed := [record for record in file.records if record.error]:
         say(f"{len(failed)} requests failed; the first: {failed[0].error}")
         return EXIT_FAILED
-    return code
+    return 0
+
+
+async def _unless_crashed(playing: Coroutine[Any, Any, None], routes: "Routes") -> None:
+    """Play to the end; a part that crashes ends it."""
+    tasks = {asyncio.create_task(playing)}
+    if routes.watch is not None:
+        tasks.add(asyncio.create_task(routes.watch()))
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
