@@ -66,7 +66,8 @@ bench-store: setup-fast ## The directory against raw GET and SET; writes out/sto
 	@$(BIN)/python -m kvloop.bench.store
 
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
-	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --kv-cache-memory-bytes 1073741824 $(SWEEP)
+	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \
+	  --kv-cache-memory-bytes 1073741824 $(SWEEP)
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 	@$(BIN)/ruff check .

@@ -11,7 +11,16 @@ from bench_fakes import FakeTarget
 from kvloop.bench import pictures, report
 from kvloop.bench.article import GLM_5_FP8, QWEN3_32B
 from kvloop.bench.records import REQUESTS, BadRecords, Record, RecordFile, digest, read
-from kvloop.bench.sweep import DIRECT, OFF_COLD, OFF_HOT, READBACK, Sweep, SweepPlan
+from kvloop.bench.sweep import (
+    DIRECT,
+    OFF_COLD,
+    OFF_HOT,
+    OFF_MOVED,
+    READBACK,
+    READBACK_EVICTED,
+    Sweep,
+    SweepPlan,
+)
 from kvloop.bench.workload.lengths import LengthSweep
 from kvloop.bench.workload.words import WordEncoder
 
@@ -73,6 +82,19 @@ async def test_only_legs_that_reuse_hold_and_let_go() -> None:
     reusing = [request for request in targets["cold"].asked if request.reuse]
     assert len(reusing) == len(targets["cold"].asked) // 2
     assert {name for name, _ in targets["cold"].ended} == {request.conversation_id for request in reusing}
+
+
+async def test_a_turn_can_meet_another_p_or_overrun_caches() -> None:
+    plan = replace(PLAN, legs=(OFF_MOVED, READBACK_EVICTED), filler_tokens=300, samples=1, warm_up=0)
+    targets, records = await play(plan, other=FakeTarget("other"))
+    assert len(records) == plan.requests == 2 * (2 + 2 + 3)
+    assert [record.measured for record in records if record.leg == "off-moved"] == [False, True] * 2
+    assert len(targets["other"].asked) == 2
+    evicted = [record for record in records if record.leg == "readback-evicted"][:5]
+    assert [record.measured for record in evicted] == [False] * 4 + [True]
+    assert sum(record.input_num_tokens for record in evicted[1:4]) == 300
+    salts = {request.cache_salt for request in targets["hot"].asked}
+    assert len(salts) == 2 + 2 + 2
 
 
 async def test_warm_up_is_at_the_shortest_length_unless_all_are_wanted() -> None:

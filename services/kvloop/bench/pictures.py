@@ -18,13 +18,17 @@ from kvloop.bench.report import lengths_of
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 _COLOURS = {"off-cold": "#D55E00", "off-hot": "#E69F00", "readback": "#0072B2", "direct": "#009E73"}
-_OTHER = ("#CC79A7", "#56B4E9", "#999999")
+_OTHER = ("#CC79A7", "#56B4E9", "#999999", "#000000", "#F0E442")
 _MARKS = {"off-cold": "s", "off-hot": "^", "readback": "o", "direct": "D"}
 _LABELS = {
     "off-cold": "off, P without prefix cache",
     "off-hot": "off, P with prefix cache",
     "readback": "readback (D to P)",
     "direct": "direct (D alone)",
+    "off-moved": "off, another P",
+    "readback-moved": "readback, another P",
+    "off-evicted": "off, P's cache overrun",
+    "readback-evicted": "readback, P's cache overrun",
 }
 _LOG_FROM = 20.0
 """Above this ratio of the largest to the smallest TTFT the axis is logarithmic."""

@@ -20,6 +20,7 @@ from kvloop.bench.records import Record
 from kvloop.bench.target import Outcome, Request, Target, TargetFailed
 from kvloop.bench.workload.lengths import LengthSample, LengthSweep
 from kvloop.bench.workload.model import Encoder
+from kvloop.bench.workload.words import rng_of, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,15 @@ class Leg:
     reuse: bool
     line: str
     """What it is, for people."""
+    first_route: str = ""
+    """Where the first turn is served; empty: where the second is."""
+    evicted: bool = False
+    """Whether other prompts fill the caches between the turns."""
+
+    @property
+    def routes(self) -> tuple[str, str]:
+        """Return the targets of both turns."""
+        return self.first_route or self.route, self.route
 
 
 OFF_COLD = Leg("off-cold", "cold", reuse=False, line="P computes the whole prompt (no prefix cache on P)")
@@ -39,7 +49,27 @@ OFF_HOT = Leg("off-hot", "hot", reuse=False, line="P computes what its own prefi
 READBACK = Leg("readback", "cold", reuse=True, line="P reads the history back from D (no prefix cache on P)")
 DIRECT = Leg("direct", "direct", reuse=True, line="D goes on by itself; no prefill leg")
 
-LEGS = {leg.name: leg for leg in (OFF_COLD, OFF_HOT, READBACK, DIRECT)}
+STANDARD = (OFF_COLD, OFF_HOT, READBACK, DIRECT)
+
+# Why P's own cache misses in practice: another P, or too many conversations.
+OFF_MOVED = Leg(
+    "off-moved",
+    "other",
+    reuse=False,
+    line="another P with prefix cache; it never saw the history",
+    first_route="hot",
+)
+READBACK_MOVED = Leg(
+    "readback-moved", "other", reuse=True, line="another P reads the history back from D", first_route="hot"
+)
+OFF_EVICTED = Leg(
+    "off-evicted", "hot", reuse=False, line="P's prefix cache was overrun between the turns", evicted=True
+)
+READBACK_EVICTED = Leg(
+    "readback-evicted", "hot", reuse=True, line="the same, and P reads the history back from D", evicted=True
+)
+
+LEGS = {leg.name: leg for leg in (*STANDARD, OFF_MOVED, READBACK_MOVED, OFF_EVICTED, READBACK_EVICTED)}
 BASELINE = OFF_COLD.name
 
 
@@ -56,6 +86,8 @@ class SweepPlan:
     output_tokens: int = 16
     """Length of the measured turn's answer."""
     seed: int = 0
+    filler_tokens: int = 0
+    """Tokens of other prompts that overrun the caches, for the legs that want it."""
     warm_up: int = 1
     """Rounds that do not count, over all legs."""
     warm_up_all: bool = False
@@ -65,7 +97,14 @@ class SweepPlan:
     def requests(self) -> int:
         """Return the number of requests, warm-up included."""
         lengths = len(self.lengths) * self.samples + len(self.warm_up_lengths) * self.warm_up
-        return 2 * len(self.legs) * lengths
+        fillers = len(self.fillers) * sum(leg.evicted for leg in self.legs)
+        return (2 * len(self.legs) + fillers) * lengths
+
+    @property
+    def fillers(self) -> list[int]:
+        """Return the lengths of the prompts that overrun the caches."""
+        longest = max(self.lengths)
+        return [min(longest, self.filler_tokens - done) for done in range(0, self.filler_tokens, longest)]
 
     @property
     def warm_up_lengths(self) -> tuple[int, ...]:
@@ -109,7 +148,7 @@ class Sweep:
 
     async def _play(self, leg: Leg, sample: LengthSample, measured: bool) -> None:
         name = f"sweep-{self._run}-{leg.name}-{sample.nominal_tokens}-{sample.repetition}"
-        target = self._targets[leg.route]
+        before, target = (self._targets[route] for route in leg.routes)
         blank = Record(
             leg=leg.name,
             nominal_tokens=sample.nominal_tokens,
@@ -125,13 +164,26 @@ class Sweep:
             cache_salt=name,
             reuse=leg.reuse,
         )
-        answer = await self._send(target, first, blank)
+        answer = await self._send(before, first, blank)
         if answer is not None:
+            if leg.evicted:
+                await self._fill(before, name, blank)
             history = [*first.prompt, *answer.token_ids, *self._encoder.encode(sample.suffix)]
             second = replace(first, prompt=history, max_tokens=self._plan.output_tokens)
             await self._send(target, second, replace(blank, turn=2, measured=measured))
         if leg.reuse:
             await self._let_go(target, name)
+
+    async def _fill(self, target: Target, name: str, blank: Record) -> None:
+        for number, length in enumerate(self._plan.fillers):
+            filler = Request(
+                prompt=self._encoder.encode(words(rng_of(self._plan.seed, name, number), length)),
+                max_tokens=1,
+                conversation_id=f"{name}-filler-{number}",
+                cache_salt=f"{name}-filler",
+                reuse=False,
+            )
+            await self._send(target, filler, replace(blank, conversation_id=filler.conversation_id))
 
     async def _send(self, target: Target, request: Request, blank: Record) -> Outcome | None:
         start_ms = (time.perf_counter() - self._begun) * 1e3

@@ -4,6 +4,7 @@
 |---|---|---|
 | cold | without prefix cache | reads back, does not go direct |
 | hot | with prefix cache | the same |
+| other | another one with prefix cache | the same |
 | direct | without prefix cache | goes direct |
 
 Only what the legs need is started. A router of a fleet knows all workers at first; it is started again with
@@ -25,6 +26,8 @@ from kvloop.v1alpha1 import worker_pb2
 
 DIRECT_SETTING = "direct"
 """The router's setting that lets turns go to D directly."""
+_CHOICES = (DIRECT_SETTING, "by_cost")
+"""Settings by which a router chooses a way itself; a leg is one way, good or bad."""
 _PATIENT = {"directory_timeout_ms": 2000.0, "prefill_timeout_s": 600.0, "first_chunk_timeout_s": 600.0}
 """A busy machine must not decide what is measured."""
 
@@ -37,6 +40,11 @@ def offers_direct() -> bool:
 def legs_offered() -> list[Leg]:
     """Return the legs that a fleet of ours can play."""
     return [leg for leg in LEGS.values() if leg is not DIRECT or offers_direct()]
+
+
+def routes_of(legs: Sequence[Leg]) -> list[str]:
+    """Return the routes that legs need."""
+    return list(dict.fromkeys(route for leg in legs for route in leg.routes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +62,23 @@ class Routes:
 @asynccontextmanager
 async def open_routes(legs: Sequence[Leg], workers: Mapping[str, Any], folder: Path) -> AsyncIterator[Routes]:
     """Start what the legs need. Raises PartFailed, ConfigError."""
-    routes = list(dict.fromkeys(leg.route for leg in legs))
-    cached = list(dict.fromkeys(route == "hot" for route in routes))
-    able = {DIRECT_SETTING: False} if offers_direct() else {}
+    routes = routes_of(legs)
+    # DIRECT needs no prefill worker of its own.
+    kinds = list(dict.fromkeys("cold" if route == "direct" else route for route in routes))
+    chosen = {name: False for name in _CHOICES if name in RouterSettings.model_fields}
     plan = FleetPlan(
         workers=workers,
-        prefill=[{"enable_prefix_caching": wanted} for wanted in cached],
+        prefill=[{"enable_prefix_caching": kind != "cold"} for kind in kinds],
         decode=[{"enable_prefix_caching": True}],
-        routers=[{**_PATIENT, **able, **({DIRECT_SETTING: True} if r == "direct" else {})} for r in routes],
+        routers=[{**_PATIENT, **chosen, **({DIRECT_SETTING: True} if r == "direct" else {})} for r in routes],
     )
     with Board() as board:
         fleet = Fleet(plan, folder, board.tell)
         board.show(fleet.parts)
         async with fleet:
-            if len(cached) > 1:
+            if len(kinds) > 1:
                 for number, route in enumerate(routes):
-                    worker = fleet.endpoint(f"prefill-{cached.index(route == 'hot')}")
+                    worker = fleet.endpoint(f"prefill-{kinds.index('cold' if route == 'direct' else route)}")
                     await fleet.restart(f"router-{number}", prefill_endpoints=[worker])
             board.finish()
             reader = PrefillInfo(fleet.endpoint("prefill-0"))

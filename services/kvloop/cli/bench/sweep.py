@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,13 +25,17 @@ Starts one decode worker and the prefill workers and routers that the legs need,
 already (--router). The engine's options go to every worker. Ctrl-C ends it and keeps what was measured.
 
 Legs: off-cold (P computes everything), off-hot (P has its own prefix cache), readback (P reads the history
-back from D), direct (D goes on by itself; where the router offers it).
+back from D), direct (D goes on by itself; where the router offers it). By name only: off-moved and
+readback-moved (the second turn meets another P), off-evicted and readback-evicted (other prompts fill P's
+cache between the turns).
 """
 _LENGTHS = "512,1024,2048,4096"
 _VOCABULARY = 32_000
 
 _EXTRA: dict[str, Any] = {
-    "legs": Annotated[str | None, typer.Option(help="Legs, with commas. [default: all that are offered]")],
+    "legs": Annotated[
+        str | None, typer.Option(help="Legs, with commas. [default: the first four, if offered]")
+    ],
     "lengths": Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens. [default: {_LENGTHS}]")],
     "samples": Annotated[int | None, typer.Option(min=1, help="Per length and leg. [default: 5]")],
     "suffix_tokens": Annotated[
@@ -58,6 +63,13 @@ _EXTRA: dict[str, Any] = {
     ],
     "router_direct": Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A router that lets turns go to D directly.")
+    ],
+    "router_other": Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A router with another P that has a prefix cache.")
+    ],
+    "filler_tokens": Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens that fill a P's cache. [default: P's whole block pool]"),
     ],
     "token": Annotated[str | None, typer.Option(envvar="KVLOOP_TOKEN", help="Bearer token of the routers.")],
     "vocabulary": Annotated[
@@ -104,6 +116,7 @@ def plan_of(own: Mapping[str, Any]) -> "SweepPlan":
             shape=LengthSweep(**shape),
             output_tokens=given.get("output_tokens", 16),
             seed=given.get("workload_seed", 0),
+            filler_tokens=given.get("filler_tokens", 0),
             warm_up=given.get("warm_up", 1),
             warm_up_all=given.get("warm_up_all", False),
         )
@@ -114,13 +127,14 @@ def plan_of(own: Mapping[str, Any]) -> "SweepPlan":
 
 
 def _legs(given: Mapping[str, Any]) -> "list[Leg]":
-    from kvloop.bench.sweep import LEGS
+    from kvloop.bench.sweep import LEGS, STANDARD
     from kvloop.cli.bench.fleet import legs_offered
 
     routes = running_routes(given)
-    offered = [leg for leg in LEGS.values() if leg.route in routes] if routes else legs_offered()
-    names = {leg.name: leg for leg in offered}
-    wanted = [name.strip() for name in str(given.get("legs", ",".join(names))).split(",")]
+    running = [leg for leg in LEGS.values() if set(leg.routes) <= routes.keys()]
+    names = {leg.name: leg for leg in (running if routes else legs_offered())}
+    usual = ",".join(leg.name for leg in STANDARD if leg.name in names)
+    wanted = [name.strip() for name in str(given.get("legs", usual)).split(",")]
     for name in wanted:
         if name not in names:
             known = f"choose from {', '.join(names)}" if name not in LEGS else "nothing here offers it"
@@ -130,7 +144,7 @@ def _legs(given: Mapping[str, Any]) -> "list[Leg]":
 
 def running_routes(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the routers that were named, by route."""
-    named = {"cold": "router", "hot": "router_hot", "direct": "router_direct"}
+    named = {"cold": "router", "hot": "router_hot", "other": "router_other", "direct": "router_direct"}
     return {route: given[option] for route, option in named.items() if given.get(option)}
 
 
@@ -144,13 +158,17 @@ async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, An
         check_model(engine)
     out: Path = own["out"] or Path("out/sweep")
     folder = own["logs"] or Path(tempfile.mkdtemp(prefix="kvloop-sweep-"))
-    settings = {"date": now(), "machine": machine(), "versions": versions(), **settings_of(plan)}
+    settings = {"date": now(), "machine": machine(), "versions": versions()}
     complete = False
     keep = own["logs"] is not None
     try:
         async with _routes(engine, plan, own, folder) as (routes, vocabulary):
             if routes.info.engine:
                 settings |= facts_of(routes.info)
+            if own["filler_tokens"] is None:
+                pool = routes.info.pool.total_blocks * routes.info.block_size
+                plan = replace(plan, filler_tokens=pool)
+            settings |= settings_of(plan)
             with RecordFile(out / REQUESTS) as file:
                 try:
                     playing = _play(plan, routes, vocabulary, own["token"], file)
@@ -240,6 +258,7 @@ def settings_of(plan: "SweepPlan") -> dict[str, Any]:
         "suffix_tokens": plan.shape.suffix_tokens,
         "answer_tokens": plan.shape.answer_tokens,
         "output_tokens": plan.output_tokens,
+        "filler_tokens": plan.filler_tokens if any(leg.evicted for leg in plan.legs) else 0,
         "seed": plan.seed,
     }
 
