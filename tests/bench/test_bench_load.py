@@ -143,7 +143,7 @@ async def test_a_summary_of_a_load() -> None:
     records = await play(LoadPlan(warm_up=1), [session("a", 4)], FakeTarget())
     summary = summarise_load(records, {}, complete=True)
     assert (summary["requests"], summary["measured"]) == (4, 3)
-    assert summary["verdicts"] == {"READBACK": 3}
+    assert summary["verdicts"] == {"READBACK, PROVEN": 3}
     assert summary["distribution"]["ttft_ms"]["p99"] == 100.0
     assert summary["output_tokens_per_s"] * summary["span_s"] == pytest.approx(9)
     assert summarise_load([], {}, complete=False)["measured"] == 0

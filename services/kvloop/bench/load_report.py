@@ -29,7 +29,8 @@ def summarise_load(
     verdicts: dict[str, int] = {}
     sources: dict[str, int] = {}
     for record in counted:
-        verdicts[record.verdict or "?"] = verdicts.get(record.verdict or "?", 0) + 1
+        way = f"{record.verdict}, {record.reason}" if record.verdict else "not told"
+        verdicts[way] = verdicts.get(way, 0) + 1
         for source, count in record.tokens.items():
             sources[source] = sources.get(source, 0) + count
     return summary | {
