@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SIMULATED = ("--engine", "simulated", "--model", "smollm2-135m-cpu")
 FAST = ("--extra-engine-args", "{time_scale: 0.01}")
 WAIT_S = 90.0
