@@ -54,12 +54,15 @@ def test_a_sweep_leaves_everything_that_was_promised(sweep: Path) -> None:
 def test_every_leg_comes_by_its_kv_in_its_own_way(sweep: Path) -> None:
     legs = json.loads((sweep / "summary.json").read_text())["legs"]
     for length in ("512", "1024"):
-        cold, hot, read = (legs[leg][length] for leg in ("off-cold", "off-hot", "readback"))
+        cold, hot, read, direct = (legs[leg][length] for leg in ("off-cold", "off-hot", "readback", "direct"))
         assert cold["verdicts"] == {"RECOMPUTE": 2}
         assert cold["tokens"]["computed"] == int(length)
         assert hot["verdicts"] == {"RECOMPUTE": 2}
         assert hot["tokens"]["p_local"] >= int(length) / 2
         assert read["verdicts"] == {"READBACK": 2}
+        assert direct["verdicts"] == {"DIRECT": 2}
+        assert direct["prefill_ms"]["value"] == 0
+        assert direct["tokens"]["d_local"] >= int(length) / 2
         # The answer's last token was never computed on D.
         assert read["tokens"] == {
             "p_local": 0,
@@ -75,7 +78,7 @@ def test_a_sweep_does_not_differ_from_itself(sweep: Path) -> None:
     ended = bench("compare", str(sweep), str(sweep))
     assert ended.returncode == 0, ended.stderr
     # Two samples at each of two lengths can't prove anything, whatever they say.
-    assert ended.stdout.count("too few samples") == 3
+    assert ended.stdout.count("too few samples") == 4
 
 
 def test_a_slower_run_can_fail_a_build(sweep: Path, tmp_path: Path) -> None:
