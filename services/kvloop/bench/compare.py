@@ -1,0 +1,100 @@
+"""Telling a change between two runs from noise.
+
+Legs are compared over all prompt lengths that both runs measured, by a permutation test within lengths,
+adjusted for the number of legs. A leg has changed when its p is below 5% and the change is at least
+min_change; by how much is the geometric mean of the ratios of medians, B over A. Too few samples to reach 5%
+are said to be too few, which is not the same as no change.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvloop.bench import statistics
+from kvloop.bench.records import Record
+
+ALPHA = 0.05
+METRICS = ("ttft_ms", "tpot_ms", "latency_ms", "prefill_ms", "transfer_ms")
+
+
+class Finding(StrEnum):
+    """What came out for a leg."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    NOISE = "noise"
+    TOO_FEW = "too few samples"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One leg at one prompt length."""
+
+    nominal_tokens: int
+    ratio: statistics.Estimate
+    p: float
+    """By itself, not adjusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One leg."""
+
+    leg: str
+    ratio: float
+    p: float
+    finding: Finding
+    cells: tuple[Cell, ...]
+
+
+def compare(
+    first: Sequence[Record], second: Sequence[Record], *, metric: str = "ttft_ms", min_change: float = 0.02
+) -> list[Comparison]:
+    """Return what changed from the first run to the second, by leg, in the first run's order.
+
+    Legs and lengths that only one run measured are left out.
+    """
+    before, after = samples_of(first, metric), samples_of(second, metric)
+    legs: dict[str, list[int]] = {}
+    for leg, length in before:
+        # A zero is no time: nothing of the kind happened (no read, no prefill leg).
+        if (leg, length) in after and min(*before[leg, length], *after[leg, length]) > 0:
+            legs.setdefault(leg, []).append(length)
+    raw = {
+        leg: statistics.stratified_test([(before[leg, n], after[leg, n]) for n in lengths])
+        for leg, lengths in legs.items()
+    }
+    adjusted = statistics.holm(raw)
+    found = []
+    for leg, lengths in legs.items():
+        cells = tuple(_cell(length, before[leg, length], after[leg, length]) for length in sorted(lengths))
+        change = math.exp(sum(math.log(cell.ratio.value) for cell in cells) / len(cells))
+        # As many arrangements as labels can change places in.
+        reachable = math.prod(
+            statistics.smallest_p(len(before[leg, n]), len(after[leg, n])) / 2 for n in lengths
+        )
+        finding = _finding(change, adjusted[leg], 2 * reachable * len(legs), min_change)
+        found.append(Comparison(leg, change, adjusted[leg], finding, cells))
+    return found
+
+
+def samples_of(records: Sequence[Record], metric: str) -> dict[tuple[str, int], list[float]]:
+    """Return the measured values by leg and prompt length."""
+    samples: dict[tuple[str, int], list[float]] = {}
+    for record in records:
+        if record.measured and not record.error:
+            samples.setdefault((record.leg, record.nominal_tokens), []).append(getattr(record, metric))
+    return samples
+
+
+def _cell(length: int, before: Sequence[float], after: Sequence[float]) -> Cell:
+    return Cell(length, statistics.ratio(after, before), statistics.rank_test(after, before))
+
+
+def _finding(change: float, p: float, reachable: float, min_change: float) -> Finding:
+    if reachable > ALPHA:
+        return Finding.TOO_FEW
+    if p >= ALPHA or abs(change - 1) < min_change:
+        return Finding.NOISE
+    return Finding.SLOWER if change > 1 else Finding.FASTER

@@ -1,0 +1,191 @@
+"""What is measured: something that turns are sent to.
+
+Times are the caller's, in milliseconds from just before a request is sent. A target adds what it knows about
+where the prompt's KV came from; one that knows nothing leaves it out.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from kvloop.runtime import tokens
+from kvloop.runtime.channels import open_channel
+from kvloop.runtime.errors import Reason, from_rpc_error
+from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc, sampling_pb2, turn_pb2
+
+_CALL_TIMEOUT_S = 10.0
+
+
+class TargetFailed(Exception):
+    """A request failed; the text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One turn."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    conversation_id: str
+    parent_conversation_id: str = ""
+    cache_salt: str = ""
+    stop: tuple[str, ...] = ()
+    exact: bool = True
+    """Whether the answer goes on to max_tokens past an end-of-sequence token."""
+    reuse: bool = True
+    """Whether KV of earlier turns may be reused, and is kept for later ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One KV read between engines."""
+
+    duration_ms: float = 0.0
+    bytes: int = 0
+    descriptors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a request."""
+
+    token_ids: list[int]
+    """The answer; empty where the target tells no ids."""
+    ttft_ms: float
+    latency_ms: float
+    input_num_tokens: int
+    output_num_tokens: int
+    verdict: str = ""
+    reason: str = ""
+    retried: bool = False
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens by source: p_local, readback, d_local, computed."""
+    prefill_ms: float = 0.0
+    readback: Read = Read()
+    """D to P."""
+    handoff: Read = Read()
+    """P to D."""
+
+    @property
+    def tpot_ms(self) -> float:
+        """Return the time per output token after the first; 0 when there is none after it."""
+        rest = self.output_num_tokens - 1
+        return (self.latency_ms - self.ttft_ms) / rest if rest > 0 else 0.0
+
+
+class Target(Protocol):
+    """Something that serves turns."""
+
+    async def send(self, request: Request) -> Outcome:
+        """Send one turn and wait for its end. Raises TargetFailed."""
+        ...
+
+    async def end(self, conversation_id: str, cache_salt: str = "") -> None:
+        """Let go of what is held for a conversation. Raises TargetFailed."""
+        ...
+
+    async def close(self) -> None:
+        """Close connections."""
+        ...
+
+
+class RouterTarget:
+    """A router's RouterService."""
+
+    def __init__(self, endpoint: str, *, token: str | None = None, model: str = "", timeout_s: float = 600.0):
+        self._endpoint = endpoint
+        self._model = model
+        self._timeout_s = timeout_s
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._channel = open_channel(endpoint)
+        self._stub = router_service_pb2_grpc.RouterServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+    async def send(self, request: Request) -> Outcome:
+        """Send one turn and wait for its end. Raises TargetFailed."""
+        message = self._message(request)
+        ids: list[int] = []
+        ttft_s = 0.0
+        summary: turn_pb2.Summary | None = None
+        begun = time.perf_counter()
+        call = self._stub.Generate(message, timeout=self._timeout_s, metadata=self._metadata)
+        try:
+            async for response in call:
+                if response.HasField("chunk"):
+                    ttft_s = ttft_s or time.perf_counter() - begun
+                    ids.extend(tokens.unpack(response.chunk.token_ids))
+                elif response.HasField("summary"):
+                    summary = response.summary
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(error) from None
+        finally:
+            call.cancel()
+        latency_s = time.perf_counter() - begun
+        if summary is None or not ids:
+            raise TargetFailed(f"{self._endpoint} ended a turn without an answer")
+        return _outcome(summary, ids, ttft_s, latency_s)
+
+    async def end(self, conversation_id: str, cache_salt: str = "") -> None:
+        """Let go of what is held for a conversation. Raises TargetFailed."""
+        request = router_service_pb2.EndConversationRequest(
+            conversation_id=conversation_id, cache_salt=cache_salt, model=self._model
+        )
+        try:
+            await self._stub.EndConversation(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(error) from None
+
+    def _message(self, request: Request) -> router_service_pb2.GenerateRequest:
+        sampling = sampling_pb2.SamplingParams(
+            temperature=0.0, max_tokens=request.max_tokens, ignore_eos=request.exact, stop=request.stop
+        )
+        policy = router_service_pb2.ReusePolicy
+        return router_service_pb2.GenerateRequest(
+            conversation_id=request.conversation_id,
+            parent_conversation_id=request.parent_conversation_id,
+            model=self._model,
+            prompt_token_ids=tokens.pack(request.prompt),
+            sampling=sampling,
+            retention=turn_pb2.Retention(hold=request.reuse),
+            cache_salt=request.cache_salt,
+            reuse_policy=policy.REUSE_POLICY_ALLOW if request.reuse else policy.REUSE_POLICY_FORBID,
+        )
+
+    def _failed(self, error: grpc.aio.AioRpcError) -> TargetFailed:
+        failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
+        if failure.reason == Reason.ERROR_REASON_UNSPECIFIED:
+            return TargetFailed(f"{self._endpoint} answered {error.code().name}")
+        return TargetFailed(f"{self._endpoint} answered {failure.reason_name}: {failure.message}")
+
+
+def _outcome(summary: turn_pb2.Summary, ids: list[int], ttft_s: float, latency_s: float) -> Outcome:
+    reuse = summary.reuse
+    return Outcome(
+        token_ids=ids,
+        ttft_ms=ttft_s * 1e3,
+        latency_ms=latency_s * 1e3,
+        input_num_tokens=summary.prompt_tokens,
+        output_num_tokens=summary.output_tokens,
+        verdict=turn_pb2.Verdict.Name(reuse.verdict).removeprefix("VERDICT_"),
+        reason=turn_pb2.ReuseReason.Name(reuse.reason).removeprefix("REUSE_REASON_"),
+        retried=reuse.retried,
+        tokens={
+            "p_local": reuse.tokens.p_local,
+            "readback": reuse.tokens.readback,
+            "d_local": reuse.tokens.d_local,
+            "computed": reuse.tokens.computed,
+        },
+        prefill_ms=reuse.prefill_ms,
+        readback=_read(reuse.readback),
+        handoff=_read(reuse.handoff),
+    )
+
+
+def _read(transfer: turn_pb2.Transfer) -> Read:
+    return Read(transfer.duration_ms, transfer.bytes, transfer.descriptors)

@@ -1,0 +1,32 @@
+"""`kvloop bench`: its commands."""
+
+import importlib
+from typing import Any, ClassVar
+
+import typer
+
+from kvloop.cli.groups import LazyGroup
+
+_PLACES = {
+    "sweep": ("kvloop.cli.bench.sweep:make_command", "TTFT against prompt length, leg by leg."),
+    "load": ("kvloop.cli.bench.load:make_command", "Play conversations against a router or server."),
+    "workload": ("kvloop.cli.bench.workload:make_command", "Write conversations as JSON."),
+    "compare": ("kvloop.cli.bench.compare:make_command", "Tell a change between two runs from noise."),
+    "report": ("kvloop.cli.bench.report:make_command", "Summary and pictures of a sweep, anew."),
+}
+
+
+class _Commands(LazyGroup):
+    lines: ClassVar[dict[str, str]] = {name: line for name, (_, line) in _PLACES.items()}
+
+    def make(self, name: str) -> Any:
+        module, attribute = _PLACES[name][0].split(":")
+        return getattr(importlib.import_module(module), attribute)()
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure, and say what the measurements mean."""

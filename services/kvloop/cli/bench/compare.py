@@ -1,0 +1,60 @@
+"""`kvloop bench compare`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvloop.cli.errors import EXIT_FAILED, CommandFailed, sentences
+
+
+def make_command() -> Any:
+    """Return the command."""
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command("compare")(compare)
+    return typer.main.get_command(single)
+
+
+@sentences
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="A", help="Folder or requests.jsonl of the first run.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Folder or requests.jsonl of the second run.")],
+    metric: Annotated[str, typer.Option(help="What is compared.")] = "ttft_ms",
+    min_change: Annotated[
+        float, typer.Option(min=0, help="Smaller changes are noise, whatever their p.")
+    ] = 0.02,
+    fail_on_slower: Annotated[bool, typer.Option(help="Exit with 1 when a leg became slower.")] = False,
+) -> None:
+    """Tell a change between two runs from noise, leg by leg.
+
+    Ratios are B over A: below 1 is faster.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvloop.bench import compare as comparing
+    from kvloop.bench import records
+
+    if metric not in comparing.METRICS:
+        raise CommandFailed(f"--metric: {metric}: choose from {', '.join(comparing.METRICS)}")
+    try:
+        found = comparing.compare(
+            records.read(before), records.read(after), metric=metric, min_change=min_change
+        )
+    except records.BadRecords as error:
+        raise CommandFailed(str(error)) from None
+    if not found:
+        raise CommandFailed(f"the runs have no leg and prompt length in common that {metric} was measured of")
+    table = Table(
+        "leg", "tokens", "B / A", "95% interval", "p", "finding", title=f"{metric}: {before} -> {after}"
+    )
+    for leg in found:
+        table.add_row(leg.leg, "all", f"{leg.ratio:.3f}", "", f"{leg.p:.4f}", f"[bold]{leg.finding}[/bold]")
+        for cell in leg.cells:
+            ratio = cell.ratio
+            interval = "" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
+            tokens = f"{cell.nominal_tokens:,}" if cell.nominal_tokens else "-"
+            table.add_row("", tokens, f"{ratio.value:.3f}", interval, f"{cell.p:.4f}")
+    Console().print(table)
+    if fail_on_slower and any(leg.finding is comparing.Finding.SLOWER for leg in found):
+        raise typer.Exit(EXIT_FAILED)

@@ -1,0 +1,44 @@
+"""A target in memory: remembers what it was asked, answers at once with figures that can be foretold."""
+
+from dataclasses import dataclass, field
+
+from kvloop.bench.target import Outcome, Read, Request, TargetFailed
+
+
+@dataclass
+class FakeTarget:
+    """Answers with ids that only the prompt decides."""
+
+    name: str = "fake"
+    fails_at: int | None = None
+    """Number of the request (from 1) that fails."""
+    asked: list[Request] = field(default_factory=list)
+    ended: list[tuple[str, str]] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+    closed: bool = False
+
+    async def send(self, request: Request) -> Outcome:
+        self.asked.append(request)
+        if self.fails_at == len(self.asked):
+            raise TargetFailed("no answer")
+        answer = [7 + (sum(request.prompt) + place) % 100 for place in range(request.max_tokens)]
+        held = len(request.prompt) // 2 if request.reuse else 0
+        return Outcome(
+            token_ids=answer,
+            ttft_ms=100.0 if held else 1000.0,
+            latency_ms=1500.0,
+            input_num_tokens=len(request.prompt),
+            output_num_tokens=len(answer),
+            verdict="READBACK" if held else "RECOMPUTE",
+            reason="PROVEN" if held else "DISABLED",
+            tokens={"p_local": 0, "readback": held, "d_local": 0, "computed": len(request.prompt) - held},
+            prefill_ms=80.0 if held else 900.0,
+            readback=Read(20.0, 4096, 3) if held else Read(),
+        )
+
+    async def end(self, conversation_id: str, cache_salt: str = "") -> None:
+        self.ended.append((conversation_id, cache_salt))
+
+    async def close(self) -> None:
+        self.closed = True

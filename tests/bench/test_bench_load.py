@@ -1,0 +1,204 @@
+"""Sessions under load, on a target in memory and on an OpenAI-compatible server in memory."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from bench_fakes import FakeTarget
+
+from kvloop.bench.http_target import HttpTarget
+from kvloop.bench.load import Load, LoadPlan
+from kvloop.bench.load_report import summarise_load
+from kvloop.bench.records import Record
+from kvloop.bench.target import Outcome, Request, TargetFailed
+from kvloop.bench.workload.agentic import Agentic
+from kvloop.bench.workload.model import Conversation, Session, Step
+from kvloop.bench.workload.words import WordEncoder
+
+ENCODER = WordEncoder(32_000)
+
+
+def session(name: str, steps: int, forks: tuple[Conversation, ...] = ()) -> Session:
+    made = tuple(Step(f"question {number}", 3) for number in range(steps))
+    return Session(Conversation(name, made, opening="an opening"), forks)
+
+
+class Meeting(FakeTarget):
+    """Answers once so many requests are there at the same time."""
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__()
+        self._barrier = asyncio.Barrier(wanted)
+
+    async def send(self, request: Request) -> Outcome:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await self._barrier.wait()
+        self.running -= 1
+        return await super().send(request)
+
+
+async def play(plan: LoadPlan, sessions: list[Session], target: FakeTarget) -> list[Record]:
+    records: list[Record] = []
+    await Load(plan, target, ENCODER, records.append).play(sessions)
+    return records
+
+
+async def test_a_conversation_is_played_turn_after_turn_on_its_own_answers() -> None:
+    target = FakeTarget()
+    records = await play(LoadPlan(), [session("a", 3)], target)
+    assert [record.turn for record in records] == [1, 2, 3]
+    first, second, _ = target.asked
+    assert list(first.prompt) == ENCODER.encode("an opening question 0")
+    assert len(second.prompt) == len(first.prompt) + 3 + 2
+    assert {request.conversation_id for request in target.asked} == {target.ended[0][0]}
+
+
+async def test_clients_of_a_closed_loop_work_at_once_and_no_more_of_them() -> None:
+    target = Meeting(3)
+    records = await play(LoadPlan(clients=3), [session(str(number), 2) for number in range(6)], target)
+    assert len(records) == 12
+    assert target.most_running == 3
+
+
+async def test_sessions_of_an_open_loop_do_not_wait_for_each_other() -> None:
+    target = Meeting(5)
+    plan = LoadPlan(clients=None, rate=1e4)
+    records = await play(plan, [session(str(number), 1) for number in range(5)], target)
+    assert len(records) == 5
+
+
+async def test_forks_start_from_their_parent_and_run_at_once() -> None:
+    steps = (Step("side", 3), Step("more", 3))
+    forks = tuple(Conversation(f"fork-{n}", steps, fork_after=2) for n in range(2))
+    target = FakeTarget()
+    records = await play(LoadPlan(), [session("main", 3, forks)], target)
+    assert len(records) == 7
+    main = [request for request in target.asked if request.conversation_id.startswith("main")]
+    for number in range(2):
+        first, second = [r for r in target.asked if r.conversation_id.startswith(f"fork-{number}")]
+        assert first.parent_conversation_id == main[0].conversation_id
+        assert second.parent_conversation_id == ""
+        assert list(first.prompt[: len(main[1].prompt)]) == list(main[1].prompt)
+    # The parent went on only after its forks.
+    assert target.asked[-1] is main[-1]
+    assert len(target.ended) == 3
+
+
+async def test_a_failed_request_ends_its_conversation_alone() -> None:
+    target = FakeTarget(fails_at=2)
+    records = await play(LoadPlan(), [session("a", 3), session("b", 3)], target)
+    assert [bool(record.error) for record in records] == [False, True, False, False, False]
+    assert len(target.ended) == 2
+
+
+async def test_warm_up_does_not_count_and_the_limit_ends_a_run() -> None:
+    records = await play(
+        LoadPlan(warm_up=2, max_requests=5), [session("a", 4), session("b", 4)], FakeTarget()
+    )
+    assert [record.measured for record in records] == [False, False, True, True, True]
+
+
+async def test_conversations_that_outgrow_the_model_end() -> None:
+    target = FakeTarget()
+    await play(LoadPlan(max_model_len=16), [session("a", 9)], target)
+    assert target.asked
+    assert all(len(request.prompt) + request.max_tokens <= 16 for request in target.asked)
+
+
+async def test_an_agentic_trace_is_played_whole() -> None:
+    sessions = Agentic(scale=0.002, time_scale=0).sessions(3, 4)
+    records = await play(LoadPlan(clients=4), sessions, FakeTarget())
+    assert len(records) == sum(one.requests for one in sessions)
+
+
+async def test_an_ended_run_keeps_its_records_and_lets_go() -> None:
+    class Endless(FakeTarget):
+        async def send(self, request: Request) -> Outcome:
+            if len(self.asked) == 2:
+                reached.set()
+                await asyncio.Event().wait()
+            return await super().send(request)
+
+    reached = asyncio.Event()
+    target, records = Endless(), list[Record]()
+    work = asyncio.create_task(Load(LoadPlan(), target, ENCODER, records.append).play([session("a", 5)]))
+    await reached.wait()
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert len(records) == 2
+    assert len(target.ended) == 1
+
+
+def test_one_loop_or_the_other() -> None:
+    with pytest.raises(ValueError, match="either clients"):
+        LoadPlan(clients=2, rate=1.0)
+    with pytest.raises(ValueError, match="either clients"):
+        LoadPlan(clients=None)
+
+
+async def test_a_summary_of_a_load() -> None:
+    records = await play(LoadPlan(warm_up=1), [session("a", 4)], FakeTarget())
+    summary = summarise_load(records, {}, complete=True)
+    assert (summary["requests"], summary["measured"]) == (4, 3)
+    assert summary["verdicts"] == {"READBACK, PROVEN": 3}
+    assert summary["distribution"]["ttft_ms"]["p99"] == 100.0
+    assert summary["output_tokens_per_s"] * summary["span_s"] == pytest.approx(9)
+    assert summarise_load([], {}, complete=False)["measured"] == 0
+
+
+def http_target(*events: str, status: int = 200, seen: list[httpx.Request] | None = None) -> HttpTarget:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if seen is not None:
+            seen.append(request)
+        return httpx.Response(status, text="".join(f"data: {event}\n\n" for event in events))
+
+    return HttpTarget("http://server/", "m", ENCODER, token="t", transport=httpx.MockTransport(answer))
+
+
+REQUEST = Request(prompt=[5, 6, 7], max_tokens=3, conversation_id="c", stop=("x",))
+USAGE = '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
+
+
+async def test_an_openai_server_is_a_target() -> None:
+    seen: list[httpx.Request] = []
+    first, second = (
+        f'{{"choices": [{{"text": "{t}", "token_ids": [{n}]}}]}}' for t, n in (("a", 8), ("b", 9))
+    )
+    target = http_target(first, second, USAGE, "[DONE]", seen=seen)
+    outcome = await target.send(REQUEST)
+    await target.close()
+    assert outcome.token_ids == [8, 9]
+    assert (outcome.input_num_tokens, outcome.output_num_tokens) == (3, 2)
+    assert 0 < outcome.ttft_ms <= outcome.latency_ms
+    body = json.loads(seen[0].content)
+    assert body["prompt"] == [5, 6, 7]
+    assert (body["conversation_id"], body["stop"], body["max_tokens"]) == ("c", ["x"], 3)
+    assert seen[0].headers["x-session-id"] == "c"
+    assert seen[0].headers["authorization"] == "Bearer t"
+    assert str(seen[0].url) == "http://server/v1/completions"
+
+
+async def test_answers_without_ids_are_encoded_again() -> None:
+    target = http_target('{"choices": [{"text": "two words"}]}', USAGE, "[DONE]")
+    assert (await target.send(REQUEST)).token_ids == ENCODER.encode("two words")
+    await target.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "status"),
+    [
+        (('{"choices": [{"text": "a"}]}',), 200),
+        (("[DONE]",), 200),
+        (('{"error": {"message": "m"}}', "[DONE]"), 200),
+        (("no json",), 200),
+        ((), 503),
+    ],
+)
+async def test_what_is_no_answer_is_a_failure(events: tuple[str, ...], status: int) -> None:
+    target = http_target(*events, status=status)
+    with pytest.raises(TargetFailed):
+        await target.send(REQUEST)
+    await target.close()

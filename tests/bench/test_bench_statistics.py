@@ -1,0 +1,137 @@
+"""Intervals, tests, and telling a change from noise."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloop.bench import statistics
+from kvloop.bench.compare import Finding, compare
+from kvloop.bench.records import Record
+
+_TIMES = st.lists(st.floats(0.1, 1e5), min_size=2, max_size=12)
+
+
+@settings(max_examples=25)
+@given(samples=_TIMES)
+def test_a_median_lies_in_its_interval_and_that_between_the_samples(samples: list[float]) -> None:
+    found = statistics.median(samples)
+    assert found.low is not None
+    assert found.high is not None
+    assert min(samples) <= found.low <= found.value <= found.high <= max(samples)
+    assert found == statistics.median(samples)
+
+
+def test_a_single_sample_has_no_interval() -> None:
+    assert statistics.median([3.0]) == statistics.Estimate(3.0, None, None, 1)
+    assert statistics.ratio([3.0, 4.0], [2.0]) == statistics.Estimate(1.75, None, None, 1)
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    rng = random.Random(4)
+    covered = 0
+    for _ in range(60):
+        found = statistics.median([rng.lognormvariate(0, 1) for _ in range(25)])
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= 1.0 <= found.high
+    assert 50 <= covered <= 60
+
+
+def test_a_ratio_is_of_medians_with_an_interval_around_it() -> None:
+    rng = random.Random(2)
+    above = [rng.uniform(90, 110) for _ in range(20)]
+    below = [value / 4 for value in above]
+    found = statistics.ratio(above, below)
+    assert found.value == pytest.approx(4)
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 4 < found.high
+    assert found.high - found.low < 1
+
+
+def test_holm_adjusts_upwards_in_order() -> None:
+    assert statistics.holm({"a": 0.01, "b": 0.04, "c": 0.03}) == {
+        "a": pytest.approx(0.03),
+        "c": pytest.approx(0.06),
+        "b": pytest.approx(0.06),
+    }
+    assert statistics.holm({"a": 0.9, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+
+
+def test_the_smallest_p_is_reached_by_samples_that_do_not_overlap() -> None:
+    assert statistics.rank_test([1, 2, 3], [4, 5, 6]) == pytest.approx(statistics.smallest_p(3, 3))
+    assert statistics.smallest_p(4, 4) == pytest.approx(2 / 70)
+
+
+def test_strata_add_up_where_each_alone_says_little() -> None:
+    strata: list[tuple[Sequence[float], Sequence[float]]] = [([10, 11, 12], [13, 14, 15])] * 4
+    assert statistics.stratified_test(strata[:1]) > 0.05
+    assert statistics.stratified_test(strata) < 0.001
+    # A difference between strata is none between runs.
+    assert statistics.stratified_test([([1, 2, 3], [1, 2, 3]), ([90, 91, 92], [90, 91, 92])]) > 0.5
+
+
+def _run(seed: int, factors: dict[str, float], samples: int = 8, noise: float = 0.05) -> list[Record]:
+    rng = random.Random(seed)
+    return [
+        Record(
+            leg=leg,
+            nominal_tokens=length,
+            conversation_id="c",
+            turn=2,
+            measured=True,
+            ttft_ms=length * factor * rng.lognormvariate(0, noise),
+        )
+        for leg, factor in factors.items()
+        for length in (512, 1024, 2048)
+        for _ in range(samples)
+    ]
+
+
+def test_a_change_is_told_from_noise() -> None:
+    before = _run(1, {"off-cold": 1.0, "readback": 0.1, "direct": 0.05})
+    after = _run(2, {"off-cold": 1.0, "readback": 0.12, "direct": 0.04})
+    found = {one.leg: one for one in compare(before, after)}
+    assert {leg: one.finding for leg, one in found.items()} == {
+        "off-cold": Finding.NOISE,
+        "readback": Finding.SLOWER,
+        "direct": Finding.FASTER,
+    }
+    assert found["readback"].ratio == pytest.approx(1.2, rel=0.05)
+    assert [cell.nominal_tokens for cell in found["readback"].cells] == [512, 1024, 2048]
+
+
+def test_equal_runs_seldom_seem_to_differ() -> None:
+    findings = [
+        compare(_run(2 * seed, {"readback": 1.0}), _run(2 * seed + 1, {"readback": 1.0}))[0].finding
+        for seed in range(20)
+    ]
+    assert findings.count(Finding.NOISE) >= 18
+
+
+def test_a_change_too_small_to_matter_is_noise() -> None:
+    before, after = _run(1, {"readback": 1.0}, noise=1e-4), _run(2, {"readback": 1.01}, noise=1e-4)
+    assert compare(before, after)[0].finding is Finding.NOISE
+    assert compare(before, after, min_change=0.005)[0].finding is Finding.SLOWER
+
+
+def test_too_few_samples_are_said_to_be_too_few() -> None:
+    before, after = _run(1, {"readback": 1.0}, samples=1), _run(2, {"readback": 9.0}, samples=1)
+    assert compare(before, after)[0].finding is Finding.TOO_FEW
+    three = compare(_run(1, {"readback": 1.0}, samples=3), _run(2, {"readback": 9.0}, samples=3))
+    assert three[0].finding is Finding.SLOWER
+
+
+def test_only_what_both_runs_measured_is_compared() -> None:
+    before = _run(1, {"off-cold": 1.0, "readback": 1.0})
+    after = [*_run(2, {"readback": 1.0, "direct": 1.0})]
+    after += [replace(record, measured=False, ttft_ms=1e9) for record in after]
+    after += [replace(record, error="broken", ttft_ms=0.0) for record in after]
+    found = compare(before, after)
+    assert [(one.leg, one.finding) for one in found] == [("readback", Finding.NOISE)]
+    # Nothing was read back in these records: there is no transfer to compare.
+    assert compare(before, after, metric="transfer_ms") == []

@@ -1,0 +1,193 @@
+"""The sweep's order and records, its summary and pictures, on a target in memory."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_fakes import FakeTarget
+
+from kvloop.bench import pictures, report
+from kvloop.bench.article import GLM_5_FP8, QWEN3_32B
+from kvloop.bench.records import REQUESTS, BadRecords, Record, RecordFile, digest, read
+from kvloop.bench.sweep import (
+    DIRECT,
+    OFF_COLD,
+    OFF_HOT,
+    OFF_MOVED,
+    READBACK,
+    READBACK_EVICTED,
+    Sweep,
+    SweepPlan,
+)
+from kvloop.bench.workload.lengths import LengthSweep
+from kvloop.bench.workload.words import WordEncoder
+
+PLAN = SweepPlan(
+    legs=(OFF_COLD, OFF_HOT, READBACK, DIRECT),
+    lengths=(64, 128),
+    samples=4,
+    shape=LengthSweep(suffix_tokens=16, answer_tokens=4),
+    output_tokens=6,
+    warm_up=1,
+)
+
+
+async def play(plan: SweepPlan = PLAN, **targets: FakeTarget) -> tuple[dict[str, FakeTarget], list[Record]]:
+    routes = {name: FakeTarget(name) for name in ("cold", "hot", "direct")} | targets
+    records: list[Record] = []
+    await Sweep(plan, routes, WordEncoder(32_000), records.append).play()
+    return routes, records
+
+
+async def test_every_leg_plays_identical_prompts_of_exactly_the_nominal_length() -> None:
+    _, records = await play()
+    assert len(records) == PLAN.requests
+    measured = [record for record in records if record.measured]
+    assert len(measured) == 4 * 2 * 4
+    assert all(record.turn == 2 for record in measured)
+    assert all(record.input_num_tokens == record.nominal_tokens for record in measured)
+    for length in PLAN.lengths:
+        for repetition in range(PLAN.samples):
+            group = [r for r in measured if (r.nominal_tokens, r.repetition) == (length, repetition)]
+            assert sorted(record.leg for record in group) == ["direct", "off-cold", "off-hot", "readback"]
+            assert len({record.prompt_digest for record in group}) == 1
+    assert len({record.prompt_digest for record in measured}) == 8
+
+
+async def test_legs_take_turns_at_coming_first() -> None:
+    _, records = await play(replace(PLAN, samples=12))
+    seconds = [record for record in records if record.measured]
+    assert len({record.leg for record in seconds[::4]}) == 4
+
+
+async def test_turns_of_a_leg_follow_each_other_and_share_nothing_with_others() -> None:
+    targets, records = await play()
+    for first, second in zip(records[::2], records[1::2], strict=True):
+        assert (first.turn, second.turn) == (1, 2)
+        assert first.conversation_id == second.conversation_id
+    asked = [request for target in targets.values() for request in target.asked]
+    assert len({request.cache_salt for request in asked}) == len(asked) // 2
+    for first, second in zip(targets["cold"].asked[::2], targets["cold"].asked[1::2], strict=True):
+        assert list(second.prompt[: len(first.prompt)]) == list(first.prompt)
+        assert first.max_tokens == 4
+        assert second.max_tokens == 6
+
+
+async def test_only_legs_that_reuse_hold_and_let_go() -> None:
+    targets, _ = await play()
+    assert not targets["hot"].ended
+    assert not any(request.reuse for request in targets["hot"].asked)
+    reusing = [request for request in targets["cold"].asked if request.reuse]
+    assert len(reusing) == len(targets["cold"].asked) // 2
+    assert {name for name, _ in targets["cold"].ended} == {request.conversation_id for request in reusing}
+
+
+async def test_a_turn_can_meet_another_p_or_overrun_caches() -> None:
+    plan = replace(PLAN, legs=(OFF_MOVED, READBACK_EVICTED), filler_tokens=300, samples=1, warm_up=0)
+    targets, records = await play(plan, other=FakeTarget("other"))
+    assert len(records) == plan.requests == 2 * (2 + 2 + 3)
+    assert [record.measured for record in records if record.leg == "off-moved"] == [False, True] * 2
+    assert len(targets["other"].asked) == 2
+    evicted = [record for record in records if record.leg == "readback-evicted"][:5]
+    assert [record.measured for record in evicted] == [False] * 4 + [True]
+    assert sum(record.input_num_tokens for record in evicted[1:4]) == 300
+    salts = {request.cache_salt for request in targets["hot"].asked}
+    assert len(salts) == 2 + 2 + 2
+
+
+async def test_warm_up_is_at_the_shortest_length_unless_all_are_wanted() -> None:
+    _, records = await play()
+    assert {r.nominal_tokens for r in records if r.turn == 2 and not r.measured} == {64}
+    plan = replace(PLAN, warm_up_all=True)
+    _, records = await play(plan)
+    assert len(records) == plan.requests
+    assert {r.nominal_tokens for r in records if r.turn == 2 and not r.measured} == {64, 128}
+
+
+async def test_a_failed_turn_is_a_record_and_the_sweep_goes_on() -> None:
+    _, records = await play(hot=FakeTarget(fails_at=3))
+    (failed,) = [record for record in records if record.error]
+    assert (failed.leg, failed.turn) == ("off-hot", 1)
+    assert len(records) == PLAN.requests - 1
+    summary = report.summarise(records, {}, complete=True)
+    assert summary["failures"] == {"count": 1, "first": "no answer"}
+
+
+async def test_records_survive_their_file(tmp_path: Path) -> None:
+    _, records = await play(replace(PLAN, samples=1))
+    with RecordFile(tmp_path / "deep" / REQUESTS) as file:
+        for record in records:
+            file.add(record)
+            # Not only once the file is closed: a run may end at any time.
+            assert read(tmp_path / "deep")[-1] == record
+    assert read(tmp_path / "deep" / REQUESTS) == records
+    line = json.loads((tmp_path / "deep" / REQUESTS).read_text().splitlines()[-1])
+    wanted = "leg nominal_tokens conversation_id turn ttft_ms tpot_ms latency_ms input_num_tokens"
+    wanted += " output_num_tokens verdict tokens prefill_ms transfer_ms bytes descriptors"
+    assert line.keys() >= set(wanted.split())
+
+
+def test_records_tell_no_tokens() -> None:
+    assert digest([1, 2]) != digest([2, 1])
+    assert digest([1, 2]) == digest((1, 2))
+
+
+def test_a_bad_file_of_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRecords, match="No such file"):
+        read(tmp_path)
+    (tmp_path / REQUESTS).write_text('{"leg": "a", "nominal_tokens": 1}\n')
+    with pytest.raises(BadRecords, match="line 1"):
+        read(tmp_path)
+
+
+async def test_a_summary_says_what_the_records_say() -> None:
+    _, records = await play()
+    summary = report.summarise(records, {"engine": "simulated"}, complete=True)
+    assert list(summary["legs"]) == ["off-cold", "off-hot", "readback", "direct"]
+    cell = summary["legs"]["readback"]["128"]
+    assert cell["ttft_ms"] == {"value": 100.0, "ci_low": 100.0, "ci_high": 100.0, "n": 4}
+    assert cell["verdicts"] == {"READBACK": 4}
+    assert cell["tokens"]["readback"] == 64
+    assert (cell["transfer_ms"]["value"], cell["bytes"], cell["descriptors"]) == (20.0, 4096, 3)
+    assert summary["speedup"]["readback"]["128"]["value"] == pytest.approx(10)
+    assert "off-cold" not in summary["speedup"]
+    assert summary["identical_prompts"] == {"samples": 8, "identical": 8}
+    assert summary["identical_answers"] == {"samples": 8, "identical": 8}
+    text = report.markdown(summary)
+    assert "| 128 | 1000.0 (1000.0 to 1000.0) |" in text
+    assert "**x10.0**" in text
+    assert "no" not in summary["failures"]["first"]
+    assert "not from a measurement" in text
+    assert QWEN3_32B.label in text
+    assert GLM_5_FP8.label in text
+
+
+async def test_answers_that_differ_are_counted() -> None:
+    _, records = await play(replace(PLAN, samples=1))
+    place = next(i for i, r in enumerate(records) if r.measured and r.leg == "readback")
+    records[place] = replace(records[place], answer_digest="other")
+    summary = report.summarise(records, {}, complete=False)
+    assert summary["identical_answers"] == {"samples": 2, "identical": 1}
+    assert "ended early" in report.markdown(summary)
+
+
+@pytest.mark.parametrize("legs", [(READBACK, DIRECT), PLAN.legs])
+async def test_pictures_are_drawn_for_any_legs(legs: Any, tmp_path: Path) -> None:
+    _, records = await play(replace(PLAN, legs=legs, samples=1))
+    summary = report.summarise(records, {}, complete=True)
+    files = pictures.draw(tmp_path, summary, "a title")
+    assert [file.name for file in files] == ["ttft.png", "ttft.svg", "prefill.png", "prefill.svg"]
+    for file in files:
+        start = file.read_bytes()[:8]
+        assert start == b"\x89PNG\r\n\x1a\n" if file.suffix == ".png" else start.startswith(b"<?xml")
+
+
+async def test_pictures_of_the_same_records_are_the_same(tmp_path: Path) -> None:
+    _, records = await play(replace(PLAN, samples=1))
+    summary = report.summarise(records, {}, complete=True)
+    (tmp_path / "again").mkdir()
+    first = pictures.draw(tmp_path, summary, "a title")
+    second = pictures.draw(tmp_path / "again", summary, "a title")
+    assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
