@@ -7,6 +7,7 @@ import pytest
 HERE = Path(__file__).parent
 # Whole fleets of processes, and stores from Debian or in trouble.
 SLOW_FILES = {
+    "bench/test_bench_sweep.py",
     "cli/test_cli_chat.py",
     "cli/test_cli_demo.py",
     "cli/test_cli_fleet.py",
