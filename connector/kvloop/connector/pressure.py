@@ -35,9 +35,18 @@ def whole_request(request: Any, num_computed_tokens: int, block_size: int, loadi
     return max(0, blocks) + 2 * loading
 
 
-def next_step(scheduled_tokens: Iterable[int], block_size: int) -> int:
-    """Return how many blocks the requests of this step may want in the next one."""
-    return sum(1 if tokens == 1 else 1 + -(-tokens // block_size) for tokens in scheduled_tokens)
+def next_step(scheduled: Iterable[tuple[Any, int]], block_size: int, most_tokens: int) -> int:
+    """Return how many new blocks the requests of this step want in the next one.
+
+    scheduled: (request, tokens of it in this step), before vLLM counts them as computed; most_tokens: of one
+    request in one step.
+    """
+    blocks = 0
+    for request, tokens in scheduled:
+        now = request.num_computed_tokens + tokens
+        then = now + min(max(1, request.num_tokens - now), most_tokens)
+        blocks += -(-then // block_size) - -(-now // block_size)
+    return blocks
 
 
 def relieve(

@@ -77,12 +77,14 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config.get_from_extra_config
         self._table = HoldTable()
         self._log = TurnLog()
+        self._requests: dict[str, Any] = {}
         self._turns: dict[str, Turn] = {}
         self._failed: dict[str, _Failed] = {}
         self._orders = Orders()
         self._notice_counts: dict[str, int] = {}
         self._hold_share = float(extra("kvloop_hold_share", 0.5))
         self._hash_unit = compat.hash_unit(vllm_config, kv_cache_config)
+        self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._step_for_readers = current_platform.device_type == "cpu"
         self._guards_off: set[str] = set()
@@ -139,6 +141,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Note a turn. Heartbeats are not sent: holds have fixed deadlines."""
+        self._requests[request.request_id] = request
         params = request.kv_transfer_params
         if isinstance(params, dict):
             self._turns[request.request_id] = Turn(parse_terms(params, request.request_id))
@@ -251,6 +254,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Hold what is to be held, and report. Never delays vLLM's own free."""
+        self._requests.pop(request.request_id, None)
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return False, None
