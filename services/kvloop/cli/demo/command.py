@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import os
 import platform
 import shutil
 import tempfile
@@ -91,7 +92,9 @@ async def _record(engine: str, model: str, max_tokens: int, folder: Path, consol
     from kvloop.cli.supervisor.board import Board
     from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
 
-    plan = FleetPlan(workers={"engine": engine, "model": model}, prefill=[{"enable_prefix_caching": False}])
+    # P computes while D waits, so on a CPU it may have every core; both legs run on the same engines.
+    prefill = {"enable_prefix_caching": False, "omp_threads": min(4, os.cpu_count() or 1)}
+    plan = FleetPlan(workers={"engine": engine, "model": model}, prefill=[prefill])
     # The tokenizer takes seconds to read; the engines take longer.
     reading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine, model))
     reading.add_done_callback(lambda task: task.cancelled() or task.exception())
