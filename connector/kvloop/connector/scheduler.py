@@ -211,10 +211,10 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._settle_failed()
         self._give_back()
         if self._pool is not None:
-            scheduled = scheduler_output.num_scheduled_tokens.values()
-            pressure.relieve(
-                self._table, self._pool, pressure.next_step(scheduled, self.block_size), self._give_back
-            )
+            scheduled = scheduler_output.num_scheduled_tokens.items()
+            running = [(self._requests[name], count) for name, count in scheduled if name in self._requests]
+            needed = pressure.next_step(running, self.block_size, self._step_tokens)
+            pressure.relieve(self._table, self._pool, needed, self._give_back)
         meta = super().build_connector_meta(scheduler_output)
         self._orders.guards_off = frozenset(self._guards_off)
         meta.kvloop, self._orders = self._orders, Orders()
