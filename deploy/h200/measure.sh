@@ -64,7 +64,10 @@ echo "the fleet is up after $SECONDS s"
 python3 - "$work/logs" >"$work/direct.yaml" <<'P'
 import pathlib, sys, yaml
 values = yaml.safe_load((pathlib.Path(sys.argv[1]) / "router-0.yaml").read_text())
-print(yaml.safe_dump({**values, "listen": "127.0.0.1:50060", "direct": True}))
+values |= {"listen": "127.0.0.1:50060", "direct": True}
+if "trace_file" in values:
+    values["trace_file"] = values["trace_file"].replace("trace-router", "trace-router-direct")
+print(yaml.safe_dump(values))
 P
 "${run[@]}" serve router --config "$work/direct.yaml" --ready-file "$work/direct.ready" >"$work/logs/router-direct.log" 2>&1 &
 second=$!
