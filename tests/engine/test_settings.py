@@ -43,6 +43,11 @@ def test_a_cache_in_bytes_needs_no_share_of_the_gpu() -> None:
     assert made.gpu_memory_utilization is None
 
 
+def test_a_cpu_has_no_visible_devices() -> None:
+    with pytest.raises(ValidationError, match="visible_devices names GPUs"):
+        EngineSettings(device="cpu", visible_devices="0")
+
+
 def test_resolving_twice_changes_nothing() -> None:
     once = resolve(EngineSettings(), has_gpu=False)
     assert resolve(once, has_gpu=False) == once

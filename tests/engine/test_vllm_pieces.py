@@ -39,6 +39,12 @@ def test_the_cuda_environment_makes_cross_layer_blocks() -> None:
     assert "UCX_TLS" not in env.defaults(CUDA)
 
 
+def test_an_engine_gets_the_gpus_that_it_is_given() -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in env.environment(CUDA, 1)
+    given = CUDA.model_copy(update={"visible_devices": "2,3"})
+    assert env.environment(given, 1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
 def test_only_local_models_go_offline(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE" not in env.defaults(CPU)
     local = CPU.model_copy(update={"model": str(tmp_path)})

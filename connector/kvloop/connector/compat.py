@@ -1,7 +1,7 @@
 """Everything that differs between vLLM versions, and what the plugin refuses to run on.
 
-Names are vLLM's at 0.29.0 unless said otherwise. 0.26.0 has the same hooks (read, not run; its hash seed
-needs PYTHONHASHSEED equal on both sides). 0.32.0 reports failed reads in another way (get_transfer_results,
+Names are vLLM's at 0.29.0 unless said otherwise. 0.26.0 has the same hooks; its hash seed needs
+PYTHONHASHSEED equal on both sides. 0.32.0 reports failed reads in another way (get_transfer_results,
 with _pop_done_transfers returning a pair), which the worker side does not do yet.
 """
 
@@ -15,8 +15,8 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-TESTED = frozenset({"0.29.0"})
-"""vLLM releases on which the plugin's tests have passed."""
+TESTED = frozenset({"0.26.0", "0.29.0"})
+"""vLLM releases on which the plugin has run: its tests on 0.29.0, deploy/h200 on 0.26.0."""
 
 _COUNTS_CONSUMERS = "local_consumers" in TPMapping.__dataclass_fields__
 

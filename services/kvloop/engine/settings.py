@@ -79,6 +79,8 @@ class EngineSettings(BaseModel):
     kv_cache_memory_bytes: int | None = Field(None, ge=MIB)
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     tensor_parallel_size: int = Field(1, ge=1)
+    visible_devices: str | None = Field(None, min_length=1)
+    """GPUs for this engine, as in CUDA_VISIBLE_DEVICES. Workers that share a host need their own."""
     enable_prefix_caching: bool = True
     enforce_eager: bool | None = None
     seed: int = 0
@@ -111,6 +113,8 @@ class EngineSettings(BaseModel):
             raise ValueError(
                 "gpu_memory_utilization means nothing on a CPU; set kv_cache_memory_bytes instead"
             )
+        if self.device == "cpu" and self.visible_devices is not None:
+            raise ValueError("visible_devices names GPUs, but device is cpu; remove one of them")
         _refuse_extra_args(self.extra_engine_args)
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and tokens is not None and tokens < seqs:

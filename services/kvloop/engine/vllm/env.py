@@ -40,6 +40,8 @@ def environment(settings: EngineSettings, port: int) -> dict[str, str]:
         env |= {"VLLM_KV_CACHE_LAYOUT": "HND", "VLLM_USE_V2_MODEL_RUNNER": "0"}
         if settings.omp_threads is not None:
             env["OMP_NUM_THREADS"] = str(settings.omp_threads)
+        if settings.visible_devices is not None:
+            env["CUDA_VISIBLE_DEVICES"] = settings.visible_devices
     return env
 
 

@@ -1,0 +1,99 @@
+#!/bin/bash
+# kvloop as processes on two GPUs of one host: store, P on GPU 0, D on GPU 1, a router without and one with
+# DIRECT. Dummy weights: only times mean anything.
+#
+#   measure.sh smoke SHAPE_FOLDER OUT_FOLDER
+#   measure.sh sweep SHAPE_FOLDER OUT_FOLDER [options of kvloop bench sweep]
+#   measure.sh hot SHAPE_FOLDER OUT_FOLDER [options]      the same, P with its prefix cache: leg off-hot
+#
+# Python with kvloop and vLLM comes first in PATH or PYTHONPATH. SHAPE_FOLDER has a config.json.
+# BLOCK_SIZE, MAX_MODEL_LEN and SECONDS_AT_MOST may be set; TRACE=1 writes every part's traces, too.
+set -u
+what=$1 shape=$2 out=$3
+shift 3
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$out" && out=$(cd "$out" && pwd)
+work=$(mktemp -d)
+run=(python3 -m kvloop.cli.main)
+
+# UCX reaches the GPUs through libnvidia-ml. NVLink multicast stays off: it is not needed.
+for folder in /usr/local/nvidia/lib64 /usr/local/nvidia/lib /usr/lib/x86_64-linux-gnu; do
+  if [ -e "$folder/libnvidia-ml.so.1" ]; then
+    export LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    break
+  fi
+done
+export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
+
+python3 "$here/shape.py" "$shape" "$work/model" || exit 1
+vocabulary=$(python3 -c "import json, sys; print(json.load(open(sys.argv[1]))['vocab_size'])" "$shape/config.json")
+cache=false
+[ "$what" = hot ] && cache=true
+traced() { [ -n "${TRACE:-}" ] && echo "trace_file: $out/$1.jsonl"; }
+{ echo 'visible_devices: "0"'; echo "enable_prefix_caching: $cache"; traced trace-prefill; } >"$work/prefill.yaml"
+{ echo 'visible_devices: "1"'; traced trace-decode; } >"$work/decode.yaml"
+{ echo 'max_attempts: 2'; traced trace-router; } >"$work/router.yaml"
+graphs='{"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 128, 192, 256, 512]}'
+"${run[@]}" up --listen 127.0.0.1:50050 --logs "$work/logs" \
+  --prefill-config "$work/prefill.yaml" --decode-config "$work/decode.yaml" \
+  --router-config "$work/router.yaml" \
+  --model "$work/model" --served-model-name "$(basename "$shape")" --device cuda --dtype bfloat16 \
+  --block-size "${BLOCK_SIZE:-128}" --max-model-len "${MAX_MODEL_LEN:-32768}" --max-num-seqs 16 \
+  --extra-engine-args "{\"load_format\": \"dummy\", \"compilation_config\": $graphs}" \
+  >"$out/up.log" 2>&1 &
+up=$! second=
+finish() {
+  [ -n "$second" ] && kill "$second" 2>/dev/null
+  kill "$up" 2>/dev/null
+  wait
+  # The routers' settings hold the fleet's secret; they stay behind.
+  cp "$work"/logs/*.log "$work"/logs/prefill-0.yaml "$work"/logs/decode-0.yaml "$out"/ 2>/dev/null
+  rm -rf "$work"
+}
+trap finish EXIT
+
+until [ -e "$work/logs/router-0.ready" ]; do
+  if ! kill -0 "$up" 2>/dev/null; then
+    cat "$out/up.log"
+    exit 1
+  fi
+  sleep 0.5
+done
+echo "the fleet is up after $SECONDS s"
+
+python3 - "$work/logs" >"$work/direct.yaml" <<'P'
+import pathlib, sys, yaml
+values = yaml.safe_load((pathlib.Path(sys.argv[1]) / "router-0.yaml").read_text())
+values |= {"listen": "127.0.0.1:50060", "direct": True}
+if "trace_file" in values:
+    values["trace_file"] = values["trace_file"].replace("trace-router", "trace-router-direct")
+print(yaml.safe_dump(values))
+P
+"${run[@]}" serve router --config "$work/direct.yaml" --ready-file "$work/direct.ready" >"$work/logs/router-direct.log" 2>&1 &
+second=$!
+until [ -e "$work/direct.ready" ]; do
+  kill -0 "$second" 2>/dev/null || exit 1
+  sleep 0.1
+done
+endpoint() { python3 -c "import json, sys; print(json.load(open(sys.argv[1]))['endpoint'])" "$work/logs/$1.ready"; }
+
+case $what in
+  smoke)
+    "${run[@]}" doctor --config "$work/logs/router-0.yaml" --router 127.0.0.1:50050 >"$out/doctor.txt" 2>&1
+    python3 "$here/smoke.py" 127.0.0.1:50050 127.0.0.1:50060 "$(endpoint prefill-0)" "$(endpoint decode-0)" \
+      "$vocabulary" "$out/smoke.json"
+    ;;
+  sweep)
+    # Interrupted, it keeps what was measured.
+    timeout -s INT "${SECONDS_AT_MOST:-400}" "${run[@]}" bench sweep \
+      --router 127.0.0.1:50050 --router-direct 127.0.0.1:50060 --vocabulary "$vocabulary" \
+      --legs off-cold,readback,direct --out "$out" "$@"
+    ;;
+  hot)
+    timeout -s INT "${SECONDS_AT_MOST:-400}" "${run[@]}" bench sweep \
+      --router-hot 127.0.0.1:50050 --vocabulary "$vocabulary" --legs off-hot --out "$out" "$@"
+    ;;
+esac
+code=$?
+echo "$what ended with $code after $SECONDS s"
+exit $code
