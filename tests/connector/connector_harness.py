@@ -155,6 +155,7 @@ class EngineProcess:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             "UCX_TLS": "tcp,self",
             "UCX_NET_DEVICES": "lo",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine core
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }

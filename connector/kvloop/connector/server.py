@@ -26,7 +26,7 @@ _log = logging.getLogger("vllm.kvloop")
 _MAX_PIN_S = 3600.0
 _MAX_TTL_S = 7 * 24 * 3600.0
 _TICK_S = 0.05
-"""Longest time between two looks at deadlines that were set by the engine's thread."""
+"""How often the engine steps for readers elsewhere whose notices or transfers wait for it."""
 _POOL_WAIT_S = 5.0
 
 Handle = Callable[[Hold, int, str, float], dict[str, Any]]
@@ -81,6 +81,7 @@ class ControlServer:
             "guard": self._switch,
         }
         self._stop = asyncio.Event()
+        self._changed = asyncio.Event()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvloop-control", daemon=True)
 
@@ -121,6 +122,7 @@ class ControlServer:
             door.bind(str(self._path))
             self._path.chmod(0o600)  # before it listens
             server = await asyncio.start_unix_server(self._serve, sock=door, limit=LINE_LIMIT)
+        self._table.on_change = self._note_change
         self._ready.set()
         ticker = asyncio.create_task(self._keep_deadlines())
         await self._stop.wait()
@@ -132,16 +134,25 @@ class ControlServer:
             task.cancel()
         await asyncio.gather(ticker, *self._calls, *self._connections, return_exceptions=True)
 
+    def _note_change(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._changed.set)
+
     async def _keep_deadlines(self) -> None:
         """Let holds expire, pass events on, and keep readers' notices coming."""
         while True:
+            self._changed.clear()
             self._table.expire()
             self._after_change()
-            if self._table.has_readers or self._table.has_late_readers:
+            readers = self._table.has_readers or self._table.has_late_readers
+            if readers:
                 self._wake()
             due = self._table.next_deadline()
-            wait = _TICK_S if due is None else min(_TICK_S, max(0.0, due - self._table.clock()))
-            await asyncio.sleep(wait)
+            wait = None if due is None else max(0.0, due - self._table.clock())
+            if readers:
+                wait = _TICK_S if wait is None else min(_TICK_S, wait)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), wait)
 
     def _after_change(self) -> None:
         if self._table.has_freeable:
@@ -250,7 +261,7 @@ class ControlServer:
         except BaseException:
             self._table.unpin(lease_id, read_id)
             raise
-        self._wake()
+        self._changed.set()
         return {"read_id": read_id, "params": params, "num_tokens": num_tokens, "pin_s": pin_s}
 
     async def _until_settled(self, turn_id: str, wait_s: float) -> None:

@@ -89,6 +89,8 @@ class HoldTable:
         self._events: deque[tuple[str, Reason]] = deque(maxlen=65536)
         self._ticks = 0
         self._late_until = float("-inf")
+        self.on_change: Callable[[], None] = lambda: None
+        """Called, under the lock, when a hold comes in or leaves unasked."""
 
     # -- what the owner of the pool calls -------------------------------------------------------------
 
@@ -132,6 +134,7 @@ class HoldTable:
                     self._count(entry, -1)
                     return None
             self._push(entry.deadline, entry, None)
+            self.on_change()
             return entry
 
     def evict_one(self) -> bool:
@@ -338,6 +341,7 @@ class HoldTable:
         del self._live[entry.lease_id]
         if reason is not None and entry.kind == "decode":
             self._events.append((entry.lease_id, reason))
+            self.on_change()
         if entry.pins:
             entry.doomed = True
             self._doomed.add(entry)
