@@ -352,7 +352,7 @@ class Case:
         self.record |= {
             "tokens_equal_cold": self._unequal == 0,
             "second_equal_cold": second,
-            "engines_alive": True,
+            "engines_alive": after.keys() == self.free_before.keys(),
             "free_blocks_before": self.free_before,
             "free_blocks_after": after,
         }
