@@ -22,6 +22,10 @@ CASES: dict[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
         {'kvloop_turn_failures_total{reason="internal"}': "0+6x60", "kvloop_turns_total": UP},
         {'kvloop_turn_failures_total{reason="internal"}': "0+1x60", "kvloop_turns_total": UP},
     ),
+    "KvloopWrongTokens": (
+        {'kvloop_canary_total{result="mismatch"}': "0x50 1+0x10"},
+        {'kvloop_canary_total{result="match"}': UP, 'kvloop_canary_total{result="mismatch"}': "3+0x60"},
+    ),
     "KvloopTurnsRefused": (
         {'kvloop_turns_refused_total{reason="overloaded"}': "0+1x60"},
         {'kvloop_turns_refused_total{reason="invalid_field"}': UP},

@@ -94,6 +94,8 @@ class EngineSettings(BaseModel):
     """Seconds for which a prefill engine holds a prompt's blocks for the decode engine."""
     hold_share: float = Field(0.5, gt=0, lt=1)
     """Share of the block pool that holds may keep."""
+    nixl_backends: str = Field("UCX", pattern=r"^[A-Z0-9_]+(,[A-Z0-9_]+)*$")
+    """What moves KV, best first, separated by commas: UCX, or LIBFABRIC on EFA."""
     nixl_side_channel_host: str = "127.0.0.1"
     nixl_side_channel_port: int = Field(0, ge=0, le=65535)
     """0 takes a free port."""
@@ -123,6 +125,11 @@ class EngineSettings(BaseModel):
                 "raise the first or lower the second"
             )
         return self
+
+    @property
+    def backends(self) -> list[str]:
+        """Return NIXL's backends, best first."""
+        return self.nixl_backends.split(",")
 
     @property
     def model_path(self) -> str:

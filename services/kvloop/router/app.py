@@ -8,6 +8,7 @@ from kvloop.metastore.tracing import traced
 from kvloop.metastore.watching import watch_store
 from kvloop.router.auth import Authenticator
 from kvloop.router.book import CostBook
+from kvloop.router.canary import Canary
 from kvloop.router.discovery import Discovery
 from kvloop.router.explain import Memory
 from kvloop.router.identity import Identities, load_secret
@@ -53,6 +54,7 @@ class RouterApp:
         self._pool: WorkerPool | None = None
         self._background = Background()
         self._servicer: RouterServicer | None = None
+        self._canary: Canary | None = None
         self._server: GrpcServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._endpoint = ""
@@ -72,6 +74,12 @@ class RouterApp:
         """Return the workers; valid once started."""
         assert self._pool is not None
         return self._pool
+
+    @property
+    def canary(self) -> Canary:
+        """Return what repeats turns; valid once started."""
+        assert self._canary is not None
+        return self._canary
 
     @property
     def turns(self) -> int:
@@ -103,7 +111,9 @@ class RouterApp:
             book=book,
             memory=Memory(settings.explained_turns),
             watch=TurnWatch(self._metrics),
+            canary=Canary(settings, self._metrics, self._clock),
         )
+        self._canary = tools.canary
         self._servicer = RouterServicer(tools, authenticator)
         self._server = GrpcServer([SERVICE])
         self._server.server.add_generic_rpc_handlers((self._servicer.handler(),))
@@ -123,12 +133,16 @@ class RouterApp:
         await self._stop_following()
         if self._server is not None:
             await self._server.set_ready(False)
+        if self._canary is not None:
+            await self._canary.stop()
         if self._servicer is not None:
             await self._servicer.drain(self._settings.drain_limit_s)
 
     async def stop(self) -> None:
         """End for good: cut off what still runs, tell the workers, close. Idempotent."""
         await self._stop_following()
+        if self._canary is not None:
+            await self._canary.stop()
         if self._servicer is not None:
             await self._servicer.stop()
         if self._server is not None:

@@ -73,7 +73,7 @@ class RouterServicer:
         except Failure as failure:
             self._tools.watch.refused(failure)
             raise
-        relay = Relay()
+        relay = self._tools.canary.relay(turn)
         with tracing.continued(context.invocation_metadata()):
             task = self._start(turn, relay)
         try:
@@ -165,6 +165,7 @@ class RouterServicer:
         try:
             with self._tools.watch.serving(turn):
                 await steps.serve(turn, self._tools, relay)
+            self._tools.canary.answered(turn, relay, self._tools)
         except asyncio.CancelledError:
             # Only a stop of the router finds a reader still there.
             relay.fail(Failure(Reason.ERROR_REASON_DRAINING, "this router has stopped; use another"))

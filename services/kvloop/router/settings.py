@@ -58,6 +58,14 @@ class RouterSettings(ObservedSettings):
     """The same of the KV of a token: bytes, descriptors."""
     explained_turns: Annotated[int, Field(ge=0, le=100_000)] = 1024
     """How many turns are remembered for `kvloop explain`."""
+    canary_per_minute: Annotated[float, Field(ge=0, le=600)] = 0.0
+    """Reused greedy turns that are computed once more without reuse and compared, at most; 0: none."""
+    canary_max_tokens: Annotated[int, Field(ge=1)] = 64
+    """Tokens of an answer that are compared."""
+    canary_max_prompt_tokens: Annotated[int, Field(ge=1)] = 32_768
+    """Longer prompts are not repeated."""
+    canary_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """How long a repeat may take."""
     max_concurrent_turns: Annotated[int, Field(ge=1)] = 1024
     """Turns served at once; more are told to come back."""
     retry_after_ms: Annotated[int, Field(ge=1)] = 200

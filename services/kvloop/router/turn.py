@@ -20,6 +20,7 @@ from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, 
 
 if TYPE_CHECKING:
     from kvloop.router.book import CostBook
+    from kvloop.router.canary import Canary
     from kvloop.router.explain import Memory, Weighed
 
 
@@ -36,6 +37,7 @@ class Tools:
     watch: TurnWatch
     book: "CostBook"
     memory: "Memory"
+    canary: "Canary"
 
 
 @dataclass(slots=True, eq=False)

@@ -131,6 +131,13 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter(
         "reuse_actual_tokens", "Of the expected tokens, those that were not computed again.", of=_ROUTER
     ),
+    _counter(
+        "canary",
+        "Reused greedy turns that were due to be computed once more without reuse: the same tokens came, others "
+        "of nearly the same probability, others; dropped for want of room, or failed.",
+        ("result", ("match", "tie", "mismatch", "dropped", "failed")),
+        of=_ROUTER,
+    ),
     _gauge("turns_in_flight", "Turns being served.", of=_ROUTER),
     _gauge("turns_limit", "Turns served at once before more are refused.", of=_ROUTER),
     _gauge(

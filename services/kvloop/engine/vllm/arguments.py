@@ -60,6 +60,7 @@ def transfer_config(settings: EngineSettings, role: Role, control_path: Path) ->
         "kv_recompute_threshold": settings.kv_recompute_threshold,
         "decoder_kv_blocks_ttl": settings.decoder_kv_blocks_ttl,
         "kv_lease_duration": round(settings.prefill_hold_s),
+        "backends": settings.backends,
         "kvloop_control_path": str(control_path),
         "kvloop_hold_share": settings.hold_share,
         "kvloop_test_hooks": settings.test_hooks,

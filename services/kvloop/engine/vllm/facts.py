@@ -79,6 +79,7 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "device": settings.device,
         "cross_layer_blocks": settings.device == "cuda",
         "speculative": None,
+        "backends": settings.backends,
         "transfer_mode": "pull",
         "hash_algorithm": HASH_ALGORITHM,
         "hash_seed": env.hash_seed(),

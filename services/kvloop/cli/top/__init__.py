@@ -1,0 +1,1 @@
+"""`kvloop top`: a deployment at a glance, as it changes."""
