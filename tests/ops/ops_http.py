@@ -11,7 +11,7 @@ async def get(endpoint: str, path: str, method: str = "GET") -> tuple[int, str]:
     host, _, port = endpoint.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         answer = (await reader.read()).decode()
     finally:
         writer.close()

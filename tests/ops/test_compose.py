@@ -124,7 +124,7 @@ PATIENT = {"KVLOOP_DIRECTORY_TIMEOUT_MS": "2000"}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 async def test_the_deployment_serves(plain: Callable[..., Plain]) -> None:
     names = ("store", *WORKERS, *ROUTERS, "haproxy", "prometheus")
     deployment = plain(SIMULATED, PATIENT, *names)
@@ -154,7 +154,7 @@ async def test_the_deployment_serves(plain: Callable[..., Plain]) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 async def test_the_gateway_serves(plain: Callable[..., Plain]) -> None:
     variables = SIMULATED | {"KVLOOP_MODELS": str(smollm2_dir().parent)}
     workers = {"KVLOOP_EXTRA_ENGINE_ARGS": json.dumps({"vocab_size": 49_152})}

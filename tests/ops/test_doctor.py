@@ -18,12 +18,13 @@ from router_sim import SimFleet, sim_fleet
 
 from kvloop.cli.doctor.examination import Deployment, check_machine, examine
 from kvloop.cli.doctor.findings import Finding, Status
+from kvloop.cli.doctor.live import judge_layout
 from kvloop.cli.doctor.machine import Machine, efa_domains
 from kvloop.cli.doctor.network import check_side_channels
 from kvloop.cli.doctor.workers import Seen
 from kvloop.metastore.factory import open_store
 from kvloop.router.app import RouterApp
-from kvloop.v1alpha1 import worker_pb2
+from kvloop.v1alpha1 import turn_pb2, worker_pb2
 
 THRESHOLD = 32
 
@@ -209,6 +210,8 @@ async def test_a_fleet_with_nothing_wrong(valkey_url: str, tmp_path: Path) -> No
         (read,) = (f for f in findings if f.name == "live-read")
         assert "from d0 to p0" in read.text
         assert "bytes in" in read.text
+        (layout,) = (f for f in findings if f.name == "kv-layout")
+        assert "per block of 16 tokens" in layout.text
         # It leaves nothing behind.
         await fleet.whole()
         assert await fleet.leases() == 0
@@ -295,6 +298,27 @@ def test_a_sound_host(machine: Machine, backend: str, said: str) -> None:
     findings = check_machine(machine, [vllm_worker(backend)])
     assert [finding.status for finding in findings] == [Status.OK] * 3
     assert said in findings[-1].text
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "gpus", "status", "said"),
+    [
+        (3, 8, Status.OK, "1024 KiB per block of 16 tokens, in one piece"),
+        (192, 8, Status.WARN, "in 64 pieces of 16 KiB: layer by layer"),
+        (192, 0, Status.OK, "in 64 pieces of 16 KiB: layer by layer"),
+    ],
+)
+def test_the_layout_is_what_a_read_moved(descriptors: int, gpus: int, status: Status, said: str) -> None:
+    reuse = turn_pb2.Reuse(
+        tokens=turn_pb2.TokenSources(readback=48),
+        readback=turn_pb2.Transfer(bytes=3 * 1024 * 1024, descriptors=descriptors),
+    )
+    finding = judge_layout(reuse, 16, gpus)
+    assert finding is not None
+    assert finding.status is status
+    assert said in finding.text
+    assert bool(finding.remedy) == (status is Status.WARN)
+    assert judge_layout(turn_pb2.Reuse(), 16, gpus) is None
 
 
 def test_hosts_of_simulated_engines_need_no_nixl() -> None:

@@ -6,14 +6,20 @@ from typing import Annotated, Any
 
 import typer
 
+from kvloop.cli import advice
 from kvloop.cli.errors import CommandFailed, sentences
 
 DECODE = "127.0.0.1:50052"
 _TIMEOUT_S = 10.0
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command("advise")(advice.command)
 
+
+@app.callback(invoke_without_command=True)
 @sentences
 def leases(
+    context: typer.Context,
     decode: Annotated[
         list[str] | None,
         typer.Option(
@@ -24,6 +30,8 @@ def leases(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
 ) -> None:
     """List the leases that decode workers hold."""
+    if context.invoked_subcommand is not None:
+        return
     endpoints = [part for value in decode or [DECODE] for part in value.split(",") if part]
     rows, failures = asyncio.run(_collect(endpoints))
     if as_json:

@@ -19,7 +19,7 @@ _COMMANDS = {
     "up": _Lazy("kvloop.cli.up:make_command", "factory", "Start store, prefill, decode and router here."),
     "serve": _Lazy("kvloop.cli.serve:app", "app", "Run one router, prefill or decode process."),
     "chat": _Lazy("kvloop.cli.chat.command:chat", "function", "Talk to a model; see what was reused."),
-    "leases": _Lazy("kvloop.cli.leases:leases", "function", "List the leases that decode workers hold."),
+    "leases": _Lazy("kvloop.cli.leases:app", "app", "List the leases that are held; advise on hold time."),
     "health": _Lazy("kvloop.cli.health:health", "function", "Ask one process whether it serves."),
     "top": _Lazy("kvloop.cli.top.command:top", "function", "Watch workers, leases and verdicts."),
     "doctor": _Lazy("kvloop.cli.doctor.command:doctor", "function", "Check a deployment; say what to do."),

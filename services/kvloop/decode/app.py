@@ -120,6 +120,8 @@ class DecodeApp:
             soft_hints=settings.soft_hints,
         )
         keeper = Keeper(engine, publisher, clock, policy)
+        metrics = self._life.metrics
+        keeper.table.tell_gap = lambda gap_s: metrics.observe("kvloop_turn_gap_seconds", value=gap_s)
         direct = Direct(engine, keeper, clock, DirectPolicy(budget=settings.direct_budget_tokens))
         return Parts(
             engine=engine,

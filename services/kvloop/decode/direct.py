@@ -151,7 +151,7 @@ class Direct:
                 if lease.is_live():
                     await self._keeper.lost(lease)
                 continue
-            self._keeper.table.pin(lease, grant.read_id, self._clock.monotonic() + grant.pin_s)
+            self._keeper.table.pin(lease, grant.read_id, self._clock.monotonic(), grant.pin_s)
             return lease.lease_id, grant.read_id
         raise failure
 

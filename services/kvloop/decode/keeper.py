@@ -94,6 +94,7 @@ class Keeper:
             num_tokens=num_tokens,
             num_blocks=hold.num_blocks,
             deadline=now + hold.remaining_s,
+            begun=now,
             publish_wall=self._clock.wall(),
         )
         self.table.add(lease)

@@ -8,7 +8,7 @@ SOFT     no longer held. Remembered for a while, without tokens, so that a reade
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvloop.runtime.tokens import count
@@ -59,6 +59,9 @@ class Lease:
     """Wall clock, for display."""
     state: State = State.LIVE
     ended: Ended | None = None
+    begun: float = 0.0
+    """Monotonic second at which its turn ended."""
+    was_read: bool = False
     pins: dict[str, float] = field(default_factory=dict)
     """Reads in progress: read_id -> monotonic second at which the engine forgets it."""
 
@@ -82,6 +85,8 @@ class LeaseTable:
         self._reads: dict[str, Lease] = {}
         self.endings: Counter[Ended] = Counter()
         """Leases that ended, since the start."""
+        self.tell_gap: Callable[[float], None] = lambda _: None
+        """Told the seconds from a turn's end to the first read of what it left."""
 
     def add(self, lease: Lease) -> None:
         """Add a new live lease. Raises ValueError when its id is taken or its tokens don't match."""
@@ -140,9 +145,12 @@ class LeaseTable:
         lease.pins.clear()
         self._settle(lease, now)
 
-    def pin(self, lease: Lease, read_id: str, until: float) -> None:
+    def pin(self, lease: Lease, read_id: str, now: float, pin_s: float) -> None:
         """Note a read in progress."""
-        lease.pins[read_id] = until
+        if not lease.was_read:
+            lease.was_read = True
+            self.tell_gap(max(0.0, now - lease.begun))
+        lease.pins[read_id] = now + pin_s
         self._reads[read_id] = lease
 
     def unpin(self, read_id: str, now: float) -> Lease | None:

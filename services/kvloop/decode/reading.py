@@ -88,7 +88,7 @@ class Reading:
                 if lease.is_live():
                     await self._keeper.lost(lease)
                 continue
-            self._keeper.table.pin(lease, grant.read_id, self._clock.monotonic() + grant.pin_s)
+            self._keeper.table.pin(lease, grant.read_id, self._clock.monotonic(), grant.pin_s)
             return grant
         raise failure
 

@@ -39,6 +39,7 @@ FAILED = ("reason", ERROR_REASONS)
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
 PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 STEP_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+GAP_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, 3600.0)
 TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
 
 ALL: tuple[Process, ...] = ("router", "prefill", "decode")
@@ -158,6 +159,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "lease_publications",
         "Publications: won, lost to a later turn, put off while the store was away, given up.",
         ("outcome", ("won", "lost", "deferred", "given_up")),
+        of=_DECODE,
+    ),
+    _histogram(
+        "turn_gap_seconds",
+        "From a turn's end to the first read of what it left: how long a conversation pauses.",
+        GAP_S,
         of=_DECODE,
     ),
     _gauge("lease_pins", "Reads in progress.", of=_DECODE),

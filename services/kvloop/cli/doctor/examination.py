@@ -56,7 +56,8 @@ async def examine(deployment: Deployment, machine: Machine | None) -> list[Findi
         findings.append(routed)
         if routed.status is Status.OK:
             infos = [worker.info for worker in seen if worker.info is not None]
-            findings.append(await check_live_read(client, infos))
+            gpus = machine.gpus if machine is not None else 0
+            findings += await check_live_read(client, infos, gpus=gpus)
         return findings
     finally:
         await client.close()

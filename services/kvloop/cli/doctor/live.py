@@ -9,6 +9,7 @@ from kvloop.cli.errors import CommandFailed
 from kvloop.v1alpha1 import sampling_pb2, turn_pb2, worker_pb2
 
 NAME = "live-read"
+LAYOUT = "kv-layout"
 
 _CUT = 4
 
@@ -29,8 +30,10 @@ _REMEDIES = {
 }
 
 
-async def check_live_read(client: RouterClient, infos: Sequence[worker_pb2.WorkerInfo]) -> Finding:
-    """Play two tiny turns and judge the second; what they leave is let go of."""
+async def check_live_read(
+    client: RouterClient, infos: Sequence[worker_pb2.WorkerInfo], *, gpus: int
+) -> list[Finding]:
+    """Play two tiny turns and judge the second; what they leave is let go of. gpus: of this host."""
     threshold = max((info.kv_recompute_threshold for info in infos), default=64)
     block = max((info.block_size for info in infos), default=32)
     vocabulary = min((info.vocab_size for info in infos), default=1000)
@@ -38,11 +41,12 @@ async def check_live_read(client: RouterClient, infos: Sequence[worker_pb2.Worke
     # Even where P still has the prompt in its prefix cache, the answer alone is worth a read.
     answer = threshold + 2 * block + _CUT
     if answer + 4 * block >= longest:
-        return warn(
+        room = warn(
             NAME,
             f"a read takes more tokens than max_model_len ({longest}) leaves room for",
             "lower kv_recompute_threshold",
         )
+        return [room]
     dice = secrets.SystemRandom()
 
     def some(count: int) -> list[int]:
@@ -57,8 +61,9 @@ async def check_live_read(client: RouterClient, infos: Sequence[worker_pb2.Worke
         _, summary = await _play(client, conversation, [*history, *some(block)], 1)
         await client.end_conversation(conversation)
     except CommandFailed as error:
-        return fail(NAME, f"a turn failed: {error}", "see the other findings, and the router's log")
-    return judge(summary)
+        return [fail(NAME, f"a turn failed: {error}", "see the other findings, and the router's log")]
+    layout = judge_layout(summary.reuse, block, gpus)
+    return [judge(summary), *([layout] if layout is not None else [])]
 
 
 def judge(summary: turn_pb2.Summary) -> Finding:
@@ -85,6 +90,28 @@ def judge(summary: turn_pb2.Summary) -> Finding:
         NAME,
         f"the second turn was computed anew: {reason}",
         _REMEDIES.get(reason, "see the other findings"),
+    )
+
+
+def judge_layout(reuse: turn_pb2.Reuse, block_size: int, gpus: int) -> Finding | None:
+    """Return how KV really lies in the pools, by what a read moved; None when nothing was read."""
+    read, blocks = reuse.readback, round(reuse.tokens.readback / block_size)
+    if not (read.bytes and read.descriptors and blocks):
+        return None
+    ranges = max(1, round(read.descriptors / blocks))
+    size = read.bytes / read.descriptors / 1024
+    block = f"{read.bytes / blocks / 1024:.0f} KiB per block of {block_size} tokens"
+    if ranges == 1:
+        return ok(LAYOUT, f"{block}, in one piece: all layers of a block lie together")
+    text = f"{block}, in {ranges} pieces of {size:.0f} KiB: layer by layer"
+    if not gpus:
+        # Without GPUs the engine has no other layout.
+        return ok(LAYOUT, text)
+    return warn(
+        LAYOUT,
+        text,
+        "leave VLLM_KV_CACHE_LAYOUT and VLLM_USE_V2_MODEL_RUNNER to kvloop, and use an attention backend that "
+        "keeps all layers of a block together",
     )
 
 

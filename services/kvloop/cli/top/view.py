@@ -10,7 +10,12 @@ from kvloop.cli.top.samples import Sample, Seen, Series, grown, quantile, total
 from kvloop.v1alpha1 import worker_pb2
 
 VERDICTS = {"direct": "magenta", "readback": "green", "recompute": "yellow"}
-SOURCES = {"readback": "green", "d_local": "magenta", "p_local": "cyan", "computed": "yellow"}
+SOURCES = {
+    "readback": ("read back", "green"),
+    "d_local": ("D's", "magenta"),
+    "p_local": ("P's", "cyan"),
+    "computed": ("computed", "yellow"),
+}
 _BAR = 24
 _MANY = 9
 """Workers for which there is room."""
@@ -32,8 +37,8 @@ def _head(now: Sample, clock: datetime) -> Text:
         well = sum(worker.info is not None for worker in mine)
         line.append(f" {role} {well}/{len(mine)}", style="" if well == len(mine) and mine else "red")
     line.append(f"  store {now.store or 'not named'}", style="red" if now.store not in ("", "ok") else "")
-    if total(now.series, "kvloop_store_degraded"):
-        line.append(" (turns go cold)", style="red")
+    if now.store in ("", "ok") and total(now.series, "kvloop_store_degraded"):
+        line.append(", cold turns", style="red")
     if now.silent:
         line.append(f"  no metrics: {len(now.silent)}", style="red")
     line.truncate(70)
@@ -77,13 +82,12 @@ def _verdicts(growth: Series) -> Table:
 def _tokens(growth: Series) -> Text:
     counts = {source: total(growth, "kvloop_prompt_tokens_total", source=source) for source in SOURCES}
     everything = sum(counts.values())
+    shares = {source: count / everything if everything else 0.0 for source, count in counts.items()}
     line = Text("prompts  ")
-    for source, style in SOURCES.items():
-        share = counts[source] / everything if everything else 0.0
-        line.append("█" * round(share * _BAR), style=style)
-    for source, style in SOURCES.items():
-        share = counts[source] / everything if everything else 0.0
-        line.append(f"  {source} {share:.0%}", style=style)
+    for source, (_, style) in SOURCES.items():
+        line.append("█" * round(shares[source] * _BAR), style=style)
+    for source, (name, style) in SOURCES.items():
+        line.append(f"  {name} {shares[source]:.0%}", style=style)
     return line
 
 
