@@ -59,7 +59,7 @@ test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 test-connector: model ## The connector plugin alone on real vLLM engines
 	@$(PYTEST) tests/connector -m vllm
 
-test-cases: model ## The never-wrong cases on real vLLM; writes out/cases.json
+test-cases: model ## The never-wrong cases alone, on real vLLM; writes out/cases.json
 	@$(PYTEST) tests/cases -m vllm
 
 test-store: setup-fast debian ## The directory on every kind of store, 10,000 random steps on each
