@@ -102,6 +102,7 @@ class RouterApp:
             background=self._background,
             book=book,
             memory=Memory(settings.explained_turns),
+            name=lambda: settings.router_id or self._endpoint,
             watch=TurnWatch(self._metrics),
         )
         self._servicer = RouterServicer(tools, authenticator)
