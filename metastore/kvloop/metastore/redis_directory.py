@@ -59,11 +59,12 @@ class RedisDirectory:
             raise ValueError("a search needs a digest or a scope")
         leases = [keys.lease_key(scope) for scope in scopes]
         # The longest prefix first.
-        hints = [keys.hint_key(group, digest) for digest in reversed(digests)]
+        prefix, tags = keys.hint_prefix(group), [keys.tag(digest) for digest in reversed(digests)]
         if self._link.clustered:
+            hints = [prefix + tag for tag in tags]
             position, scope_tag, found = await self._find_in_two_steps(leases, hints)
         else:
-            position, scope_tag, raw = await scripts.find(self._link, leases, hints)
+            position, scope_tag, raw = await scripts.find(self._link, leases, prefix, tags)
             found = _found(raw)
         if found.entry is not None and 0 <= position < len(scopes):
             return PrefixFound(scopes[position], _NOWHERE, found)
