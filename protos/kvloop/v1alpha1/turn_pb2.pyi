@@ -514,6 +514,7 @@ class Summary(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """What ended the answer."""
     stop_reason: _builtins.str
@@ -530,6 +531,8 @@ class Summary(_message.Message):
     """Prefill worker that served the turn; empty for DIRECT."""
     decode_worker: _builtins.str
     """Decode worker that served the turn."""
+    router: _builtins.str
+    """Router that served the turn; the one to ask to explain it."""
     @_builtins.property
     def reuse(self) -> Global___Reuse:
         """Where the prompt's KV came from."""
@@ -556,10 +559,11 @@ class Summary(_message.Message):
         request_id: _builtins.str = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        router: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "lease", b"lease", "reuse", b"reuse", "stop_reason", b"stop_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "lease", b"lease", "output_tokens", b"output_tokens", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "stop_reason", b"stop_reason", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "lease", b"lease", "output_tokens", b"output_tokens", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "router", b"router", "stop_reason", b"stop_reason", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_reason: _TypeAlias = _typing.Literal["stop_reason"]  # noqa: Y015
     _WhichOneofArgType__stop_reason: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason"]  # noqa: Y015

@@ -22,6 +22,11 @@ _CALL_TIMEOUT_S = 10.0
 class TargetFailed(Exception):
     """A request failed; the text says how."""
 
+    def __init__(self, text: str, *, may_move: bool = False) -> None:
+        """Take the text, and whether another replica may be asked: UNAVAILABLE, and nothing was answered."""
+        super().__init__(text)
+        self.may_move = may_move
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -68,6 +73,10 @@ class Outcome:
     """D to P."""
     handoff: Read = Read()
     """P to D."""
+    router: str = ""
+    """Name of the router that served it."""
+    held_tokens: int = 0
+    """What the turn left held for the next one; 0 without a lease."""
 
     @property
     def tpot_ms(self) -> float:
@@ -123,7 +132,7 @@ class RouterTarget:
                 elif response.HasField("summary"):
                     summary = response.summary
         except grpc.aio.AioRpcError as error:
-            raise self._failed(error) from None
+            raise self._failed(error, begun=bool(ids)) from None
         finally:
             call.cancel()
         latency_s = time.perf_counter() - begun
@@ -157,11 +166,13 @@ class RouterTarget:
             reuse_policy=policy.REUSE_POLICY_ALLOW if request.reuse else policy.REUSE_POLICY_FORBID,
         )
 
-    def _failed(self, error: grpc.aio.AioRpcError) -> TargetFailed:
+    def _failed(self, error: grpc.aio.AioRpcError, *, begun: bool = False) -> TargetFailed:
+        may_move = error.code() is grpc.StatusCode.UNAVAILABLE and not begun
         failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
         if failure.reason == Reason.ERROR_REASON_UNSPECIFIED:
-            return TargetFailed(f"{self._endpoint} answered {error.code().name}")
-        return TargetFailed(f"{self._endpoint} answered {failure.reason_name}: {failure.message}")
+            return TargetFailed(f"{self._endpoint} answered {error.code().name}", may_move=may_move)
+        text = f"{self._endpoint} answered {failure.reason_name}: {failure.message}"
+        return TargetFailed(text, may_move=may_move)
 
 
 def _outcome(summary: turn_pb2.Summary, ids: list[int], ttft_s: float, latency_s: float) -> Outcome:
@@ -184,6 +195,8 @@ def _outcome(summary: turn_pb2.Summary, ids: list[int], ttft_s: float, latency_s
         prefill_ms=reuse.prefill_ms,
         readback=_read(reuse.readback),
         handoff=_read(reuse.handoff),
+        router=summary.router,
+        held_tokens=summary.lease.num_tokens if summary.HasField("lease") else 0,
     )
 
 

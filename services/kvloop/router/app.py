@@ -110,6 +110,7 @@ class RouterApp:
             background=self._background,
             book=book,
             memory=Memory(settings.explained_turns),
+            name=lambda: settings.router_id or self._endpoint,
             watch=TurnWatch(self._metrics),
             canary=Canary(settings, self._metrics, self._clock),
         )

@@ -59,6 +59,7 @@ def describe(turn: Turn, outcome: str) -> router_service_pb2.ExplainTurnResponse
         attempts=turn.attempt,
         direct_refused=turn.direct_refused,
         timings_ms=turn.timings,
+        found_by_prefix=turn.by_prefix,
     )
     if turn.pair is not None:
         out.prefill_worker = turn.pair.prefill.name if turn.pair.prefill is not None else ""

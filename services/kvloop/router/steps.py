@@ -10,7 +10,7 @@ when a leg fails before the first chunk, the turn starts again there, cold, with
 import secrets
 
 from kvloop.router.attempts import decode, go_on, place, prefill, start_again
-from kvloop.router.identity import Owner
+from kvloop.router.identity import SCOPE_BYTES, Owner
 from kvloop.router.legs import LegFailed
 from kvloop.router.planning import lookup, verdict
 from kvloop.router.relay import Relay
@@ -59,7 +59,7 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
         except LegFailed as failed:
             start_again(turn, tools, failed)
             tools.watch.retried(failed.failure)
-    answer = summary(turn)
+    answer = summary(turn, tools.name())
     relay.finish(answer.SerializeToString())
     tools.watch.answered(turn, answer.summary)
     tools.book.learn(turn)
@@ -108,8 +108,20 @@ def admit(
         scope=tools.identities.turn_scope(owner, conversation),
         prompt_tokens=prompt_tokens,
     )
+    if not conversation and _is_held(request, tools):
+        # Nobody knows this name; the prompt's beginning leads to it.
+        turn.scope.scope = secrets.token_bytes(SCOPE_BYTES)
     turn.timings["admit"] = (tools.clock.monotonic() - started) * 1000
     return turn
+
+
+def _is_held(request: router_service_pb2.GenerateRequest, tools: Tools) -> bool:
+    """Tell whether a turn that names no conversation is held."""
+    settings, retention = tools.settings, request.retention
+    # A cold run for comparison leaves nothing unless it says so.
+    by_default = settings.hold_unnamed and request.reuse_policy != router_service_pb2.REUSE_POLICY_FORBID
+    wanted = retention.hold if retention.HasField("hold") else by_default
+    return wanted and settings.reuse and settings.prefix_hints
 
 
 def check_salt(salt: str) -> None:
@@ -118,8 +130,8 @@ def check_salt(salt: str) -> None:
         raise invalid("cache_salt", f"must have at most {_MAX_SALT} characters")
 
 
-def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
-    """Return the end of the answer."""
+def summary(turn: Turn, router: str) -> router_service_pb2.GenerateResponse:
+    """Return the end of the answer, as this router says it."""
     assert turn.pair is not None
     assert turn.decoded is not None
     decoded, prefilled = turn.decoded, turn.prefilled
@@ -147,4 +159,5 @@ def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
     if turn.pair.prefill is not None:
         out.prefill_worker = turn.pair.prefill.name
     out.decode_worker = turn.pair.decode.name
+    out.router = router
     return response
