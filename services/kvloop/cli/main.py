@@ -25,6 +25,9 @@ _COMMANDS = {
     "doctor": _Lazy("kvloop.cli.doctor.command:doctor", "function", "Check a deployment; say what to do."),
     "explain": _Lazy("kvloop.cli.explain:explain", "function", "Show the numbers behind a recent turn."),
     "demo": _Lazy("kvloop.cli.demo.command:demo", "function", "One conversation with and without reuse."),
+    "demo-cluster": _Lazy(
+        "kvloop.cli.demo.cluster:demo_cluster", "function", "Three routers behind HAProxy, watched."
+    ),
     "bench": _Lazy("kvloop.cli.bench.command:app", "app", "Measure: sweeps, load, comparisons."),
     "model": _Lazy("kvloop.cli.model:app", "app", "Get models."),
 }
