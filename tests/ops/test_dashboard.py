@@ -25,7 +25,6 @@ DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "kvloop.json").read_text(e
 SERIES = {name: metric for metric in CATALOGUE for name in metric.series}
 
 
-
 def panels() -> Iterator[dict[str, Any]]:
     yield from (panel for panel in DASHBOARD["panels"] if panel["type"] != "row")
 
@@ -74,7 +73,9 @@ async def prometheus(fleet: Fleet, tmp_path: Path) -> AsyncIterator[str]:
     jobs = [
         {
             "job_name": role,
-            "static_configs": [{"targets": [fleet.parts[name].facts["metrics"] for name in fleet.names(role)]}],
+            "static_configs": [
+                {"targets": [fleet.parts[name].facts["metrics"] for name in fleet.names(role)]}
+            ],
         }
         for role in ("router", "prefill", "decode")
     ]

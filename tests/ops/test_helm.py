@@ -1,4 +1,4 @@
-"""The Helm chart: rendered by helm, each object checked against Kubernetes' schemas, and what must hold in it."""
+"""The Helm chart: rendered by helm, each object checked against Kubernetes' schemas, what must hold in it."""
 
 import copy
 import json
@@ -31,7 +31,9 @@ Object = dict[str, Any]
 
 
 def helm(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    program = shutil.which("helm") or shutil.which("helm", path=str(Path(shutil.which("pytest") or "").parent))
+    program = shutil.which("helm") or shutil.which(
+        "helm", path=str(Path(shutil.which("pytest") or "").parent)
+    )
     assert program, "helm is missing: make helm"
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=60)
 
@@ -79,7 +81,13 @@ def test_objects_follow_kubernetes_schemas(case: str, version: str) -> None:
             continue
         kubernetes_validate.validate(checked, version, strict=True)
         seen.add(thing["kind"])
-    assert seen >= {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy", "HorizontalPodAutoscaler"}
+    assert seen >= {
+        "Deployment",
+        "Service",
+        "PodDisruptionBudget",
+        "NetworkPolicy",
+        "HorizontalPodAutoscaler",
+    }
     assert ("StatefulSet" in seen) == (case != "groups")
 
 

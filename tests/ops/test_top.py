@@ -67,7 +67,11 @@ def test_sums_over_processes_and_growth_through_restarts() -> None:
 def test_a_screen() -> None:
     now = Sample(
         at=10.0,
-        workers=[worker("prefill", "p0", computed=500), worker("decode", "d0", 5), Seen("decode", "d1", None)],
+        workers=[
+            worker("prefill", "p0", computed=500),
+            worker("decode", "d0", 5),
+            Seen("decode", "d1", None),
+        ],
         store="ok",
         scraped=1,
         series=summed(parse(EXPOSITION)),
@@ -105,7 +109,7 @@ def test_trouble_shows() -> None:
     series = summed(
         parse(
             EXPOSITION
-            + '# TYPE kvloop_store_degraded gauge\nkvloop_store_degraded 1\n'
+            + "# TYPE kvloop_store_degraded gauge\nkvloop_store_degraded 1\n"
             + '# TYPE kvloop_canary counter\nkvloop_canary_total{result="mismatch"} 2\n'
             + '# TYPE kvloop_leases_ended counter\nkvloop_leases_ended_total{reason="evicted"} 4\n'
         )

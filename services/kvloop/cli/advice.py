@@ -82,8 +82,8 @@ def _hold(series: Series, hold_s: float, most_s: float, expired: float, why: lis
     late = 1 - _below(series, 0.8 * hold_s)
     if late > CUT_OFF and expired > CUT_OFF:
         why.append(
-            f"{late:.0%} of pauses end in the last fifth of the hold time and {expired:.0%} of leases expire: "
-            "longer pauses are likely, and not seen"
+            f"{late:.0%} of pauses end in the last fifth of the hold time and {expired:.0%} of leases "
+            "expire: longer pauses are likely, and not seen"
         )
         return 2 * hold_s
     # A quarter more than nearly all pauses take, in whole half minutes.

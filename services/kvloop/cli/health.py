@@ -15,7 +15,9 @@ def health(
     target: Annotated[str, typer.Argument(help="host:port of a gRPC service, or an http:// URL.")],
     service: Annotated[
         str,
-        typer.Option(help='Name to ask about; "liveness" stays on while a process drains. [default: readiness]'),
+        typer.Option(
+            help='Name to ask about; "liveness" stays on while a process drains. [default: readiness]'
+        ),
     ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait.")] = 3.0,
 ) -> None:

@@ -195,8 +195,7 @@ def request(
     cold.reuse_policy = router_service_pb2.REUSE_POLICY_FORBID
     cold.priority = LOWEST_PRIORITY
     cold.sampling.max_tokens = max_tokens
-    if cold.sampling.min_tokens > max_tokens:
-        cold.sampling.min_tokens = max_tokens
+    cold.sampling.min_tokens = min(cold.sampling.min_tokens, max_tokens)
     cold.sampling.logprobs = _CANDIDATES
     return cold
 

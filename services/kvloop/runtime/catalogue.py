@@ -134,8 +134,8 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _counter(
         "canary",
-        "Reused greedy turns that were due to be computed once more without reuse: the same tokens came, others "
-        "of nearly the same probability, others; dropped for want of room, or failed.",
+        "Reused greedy turns that were due to be computed once more without reuse: the same tokens came, "
+        "others of nearly the same probability, others; dropped for want of room, or failed.",
         ("result", ("match", "tie", "mismatch", "dropped", "failed")),
         of=_ROUTER,
     ),

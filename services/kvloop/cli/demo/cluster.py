@@ -61,7 +61,7 @@ async def _demo(engine: str, turns: int, deploy: Path, out: Path, logs: Path | N
     keep = logs is not None
     record = ClusterRecord(engine)
     try:
-        await _run(engine, turns, deploy, out, folder, record)
+        await _run(record, folder, turns=turns, deploy=deploy, out=out)
         record.trace = await asyncio.to_thread(record.longest_trace, folder / "spans.jsonl")
         record.left_behind = await _left_behind(record.pids)
     except (PartFailed, CommandFailed) as failure:
@@ -78,14 +78,12 @@ async def _demo(engine: str, turns: int, deploy: Path, out: Path, logs: Path | N
     return EXIT_FAILED if complaints else 0
 
 
-async def _run(
-    engine: str, turns: int, deploy: Path, out: Path, folder: Path, record: "ClusterRecord"
-) -> None:
+async def _run(record: "ClusterRecord", folder: Path, *, turns: int, deploy: Path, out: Path) -> None:
     from kvloop.cli.bench.balanced import haproxy_binary, open_balanced
     from kvloop.cli.demo.cluster_parts import Gateway, Prometheus, picture
     from kvloop.cli.demo.cluster_play import play
 
-    plan = plan_of(engine, folder)
+    plan = plan_of(record.engine, folder)
     config = deploy / "haproxy" / "haproxy.cfg"
     async with AsyncExitStack() as stack:
         fleet, balanced = await stack.enter_async_context(

@@ -1,6 +1,7 @@
 """What stands around a fleet in the cluster demo: gateway, Prometheus, and a terminal to look into."""
 
 import asyncio
+import io
 import json
 import os
 import secrets
@@ -180,11 +181,10 @@ async def picture(command: Sequence[str], file: Path, *, await_text: str) -> str
     finally:
         await _run([*tmux, "kill-server"])
     text = Text.from_ansi(shown.rstrip("\n"))
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        console = Console(record=True, width=COLUMNS, height=LINES, file=nowhere, force_terminal=True)
-        console.print(text)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        console.save_svg(str(file), title="kvloop top")
+    console = Console(record=True, width=COLUMNS, height=LINES, file=io.StringIO(), force_terminal=True)
+    console.print(text)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    console.save_svg(str(file), title="kvloop top")
     return text.plain
 
 

@@ -103,7 +103,9 @@ class ClusterRecord:
         for span in self.trace:
             indent = "  " * depth[span["span_id"]]
             trace.add_row(
-                indent + span["name"], span["service"].removeprefix("kvloop-"), f"{span['duration_ms']:.1f} ms"
+                indent + span["name"],
+                span["service"].removeprefix("kvloop-"),
+                f"{span['duration_ms']:.1f} ms",
             )
         return Group(turns, said, trace, Text("\nkvloop top"), Text(self.screen))
 
@@ -113,6 +115,6 @@ def _depths(spans: list[dict[str, Any]]) -> dict[str, int]:
 
     def depth(span: str) -> int:
         parent = parents.get(span)
-        return 1 + depth(parent) if parent in parents else 0
+        return 1 + depth(parent) if parent is not None and parent in parents else 0
 
     return {span: depth(span) for span in parents}

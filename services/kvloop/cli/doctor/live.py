@@ -110,8 +110,8 @@ def judge_layout(reuse: turn_pb2.Reuse, block_size: int, gpus: int) -> Finding |
     return warn(
         LAYOUT,
         text,
-        "leave VLLM_KV_CACHE_LAYOUT and VLLM_USE_V2_MODEL_RUNNER to kvloop, and use an attention backend that "
-        "keeps all layers of a block together",
+        "leave VLLM_KV_CACHE_LAYOUT and VLLM_USE_V2_MODEL_RUNNER to kvloop, and use an attention backend "
+        "that keeps all layers of a block together",
     )
 
 

@@ -25,9 +25,8 @@ class Places:
 
 async def collect(places: Places, store: Store | None) -> Sample:
     """Return what is known now. Nothing that is away fails it."""
-    endpoints = {at: ("prefill", False) for at in places.prefill} | {
-        at: ("decode", False) for at in places.decode
-    }
+    endpoints = dict.fromkeys(places.prefill, ("prefill", False))
+    endpoints |= dict.fromkeys(places.decode, ("decode", False))
     state = ""
     if store is not None:
         try:

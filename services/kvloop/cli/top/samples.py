@@ -50,7 +50,9 @@ def summed(samples: Iterable[tuple[str, Mapping[str, str], float]]) -> dict[tupl
 def total(series: Series, name: str, **labels: str) -> float:
     """Return the sum of a metric's series that have these labels."""
     wanted = labels.items()
-    return sum(value for (found, has), value in series.items() if found == name and wanted <= dict(has).items())
+    return sum(
+        value for (found, has), value in series.items() if found == name and wanted <= dict(has).items()
+    )
 
 
 def grown(before: Series, after: Series) -> dict[tuple[str, Labels], float]:

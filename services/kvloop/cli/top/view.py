@@ -22,10 +22,10 @@ _MANY = 9
 
 
 def screen(before: Sample | None, now: Sample, clock: datetime) -> Group:
-    """Return the screen. before: an earlier sample; without one, rates are left out and sums are since ever."""
+    """Return the screen. before: an earlier sample; without one, sums are since ever and rates left out."""
     growth = grown(before.series if before else {}, now.series)
     seconds = now.at - before.at if before else None
-    parts = [_head(now, clock), Text(), _turns(growth, now, seconds), _verdicts(growth)]
+    parts: list[Text | Table] = [_head(now, clock), Text(), _turns(growth, now, seconds), _verdicts(growth)]
     parts += [_tokens(growth), Text(), _workers(now, before), _endings(growth, now)]
     return Group(*parts)
 
