@@ -11,7 +11,7 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvloop.router.relay import Relay
 from kvloop.router.watching import TurnWatch
@@ -90,6 +90,10 @@ class Canary:
         self._limiter = Limiter(settings.canary_per_minute, clock)
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
+        if settings.canary_per_minute > 0:
+            # There from the start: of a counter that begins with a mismatch, no rate would tell.
+            for result in get_args(Result):
+                metrics.add("kvloop_canary", result, amount=0)
 
     def relay(self, turn: "Turn") -> Relay:
         """Return the relay of a turn; one that remembers, when the turn may be repeated."""
