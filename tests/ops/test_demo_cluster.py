@@ -16,7 +16,7 @@ COLD = PlayedTurn(1, "router-0", "recompute", "not_found", 100, 0, 10.0)
 WARM = PlayedTurn(2, "router-1", "readback", "proven", 200, 96, 10.0)
 SPANS = [
     {"trace_id": "t", "span_id": str(n), "parent_id": None, "start_us": n, "name": "n", "service": service}
-    for n, service in enumerate(("kvloop-router", "kvloop-prefill", "kvloop-decode"))
+    for n, service in enumerate(("kvloop-gateway", "kvloop-router", "kvloop-prefill", "kvloop-decode"))
 ]
 
 
@@ -33,7 +33,7 @@ def test_a_good_run_has_nothing_against_it() -> None:
     [
         (replace(good(), turns=[COLD, replace(WARM, verdict="recompute")]), "turns [2] reused nothing"),
         (replace(good(), turns=[COLD, replace(WARM, router="router-0")]), "the same router"),
-        (replace(good(), trace=SPANS[:2]), "no trace spans"),
+        (replace(good(), trace=SPANS[:3]), "no trace spans"),
         (replace(good(), prometheus={"canary": {"mismatch": 1.0}}), "wrong tokens"),
         (replace(good(), prometheus={"alerts": {"KvloopPoolFull": 1.0}}), "KvloopPoolFull"),
         (replace(good(), left_behind=["gateway"]), "still there: gateway"),
@@ -73,6 +73,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert document["prometheus"]["up"][""] == 7
     assert (out / "top.svg").read_text().startswith("<svg")
     assert {span["service"] for span in json.loads((out / "trace.json").read_text())} >= {
+        "kvloop-gateway",
         "kvloop-router",
         "kvloop-prefill",
         "kvloop-decode",

@@ -96,6 +96,18 @@ async def test_a_broken_traceparent_starts_a_trace_of_its_own(
     assert all(span["parent_id"] is None for span in roots)
 
 
+async def test_a_canary_is_no_part_of_a_turn_s_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "spans.jsonl"
+    monkeypatch.setenv("KVLOOP_TRACE_FILE", str(file))
+    async with sim_fleet() as fleet:
+        app = await fleet.router(canary_per_minute=600.0)
+        client = await fleet.client(app)
+        first = await client.say(ids(100))
+        await client.say([*ids(100), *first.token_ids, *ids(20, seed=1)])
+        await app.canary.settle()
+    assert [span["name"] for span in spans_of(file)].count("router.prefill") == 2
+
+
 class Collector(TraceServiceServicer):
     """An OTLP collector that remembers."""
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from kvloop.gateway.settings import GatewaySettings
-from kvloop.runtime import endpoints, logs
+from kvloop.runtime import endpoints, logs, tracing
 from kvloop.runtime.config import ConfigError
 from kvloop.runtime.server import ServerError
 
@@ -30,6 +30,7 @@ class GatewayApp:
         self._door: Any = None
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
+        self._tracing = tracing.NOTHING
 
     @property
     def endpoint(self) -> str:
@@ -54,6 +55,7 @@ class GatewayApp:
         except (OSError, ValueError) as error:
             listener.close()
             raise ConfigError(f"model: {error}") from None
+        self._tracing = tracing.configure(settings, "gateway")
         self._routers = Routers(settings.router_endpoints)
         await self._routers.start()
         metrics = Metrics()
@@ -103,6 +105,8 @@ class GatewayApp:
         if self._routers is not None:
             await self._routers.stop()
             self._routers = None
+        tracer, self._tracing = self._tracing, tracing.NOTHING
+        await tracer.stop()
 
 
 def _listen(listen: str) -> socket.socket:

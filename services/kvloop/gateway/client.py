@@ -13,7 +13,7 @@ from kvloop.gateway.outputs import Answer
 from kvloop.gateway.routers import Metadata, Routers
 from kvloop.gateway.sampling import to_proto
 from kvloop.gateway.settings import GatewaySettings
-from kvloop.runtime import tokens
+from kvloop.runtime import tokens, tracing
 from kvloop.runtime.errors import Failure
 from kvloop.v1alpha1 import router_service_pb2, turn_pb2
 
@@ -201,7 +201,9 @@ class RouterEngineClient:
     async def _turn(
         self, here: Exchange, message: router_service_pb2.GenerateRequest, answer: Answer, *, remember: bool
     ) -> AsyncIterator[Any]:
-        metadata: Metadata = (("authorization", here.authorization),) if here.authorization else ()
+        metadata: Metadata = tracing.outgoing() or ()
+        if here.authorization:
+            metadata = (*metadata, ("authorization", here.authorization))
         stream = self._routers.generate(message, timeout_s=here.time_left_s(), metadata=metadata)
         try:
             async for response in stream:

@@ -16,7 +16,7 @@ from kvloop.gateway.exchange import Exchange
 from kvloop.gateway.identity import identify
 from kvloop.gateway.problems import Problem
 from kvloop.gateway.settings import GatewaySettings
-from kvloop.runtime import logs
+from kvloop.runtime import logs, tracing
 from kvloop.runtime.errors import Failure
 
 Scope = MutableMapping[str, Any]
@@ -91,7 +91,12 @@ class Door:
         exchange.enter(here)
         reply = Reply(send, here, path, client_id=headers.get("x-request-id"))
         try:
-            await self._app(_forwarded(scope, len(body)), _replay(body, receive), reply.send)
+            with (
+                tracing.continued(headers.items()),
+                tracing.span("gateway.request", root=path in TURNS) as span,
+            ):
+                span.note(path=path)
+                await self._app(_forwarded(scope, len(body)), _replay(body, receive), reply.send)
         except Exception as error:  # noqa: BLE001 - the boundary of the process
             if here.problem is None:
                 _log.error("unexpected_failure", path=path, error=type(error).__name__)

@@ -7,6 +7,7 @@ depends on the batch, two tokens of nearly one probability may change places, an
 """
 
 import asyncio
+import contextvars
 import dataclasses
 import secrets
 from collections.abc import Sequence
@@ -115,7 +116,9 @@ class Canary:
         if busy(tools, turn):
             self._count("dropped")
             return
-        self._task = asyncio.create_task(self._repeat(turn, summary, served, tools))
+        # In a context of its own: no part of the user's trace.
+        work = self._repeat(turn, summary, served, tools)
+        self._task = asyncio.create_task(work, context=contextvars.Context())
         self._task.add_done_callback(self._ended)
 
     async def settle(self) -> None:

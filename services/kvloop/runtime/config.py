@@ -60,19 +60,24 @@ class Settings(BaseSettings):
             raise ConfigError(_sentences(error)) from None
 
 
-class ObservedSettings(Settings):
-    """What routers and workers may be told about being watched. Everything is off by default."""
+class TracedSettings(Settings):
+    """What every process may be told about traces. They are off by default."""
 
-    metrics_listen: str = ""
-    """host:port of /metrics, /livez and /readyz over HTTP; absent: none."""
-    metrics_open: bool = False
-    """Lets metrics_listen be reached from other hosts."""
     trace_file: Path | None = None
     """Traces as JSON lines in this file; needs the otel extra."""
     trace_otlp_url: str = ""
     """Traces to an OTLP collector, http://host:4317 for gRPC; needs the otel extra."""
     trace_share: float = Field(1.0, ge=0, le=1)
     """Share of turns traced that no caller has decided about."""
+
+
+class ObservedSettings(TracedSettings):
+    """What routers and workers may be told about being watched. Everything is off by default."""
+
+    metrics_listen: str = ""
+    """host:port of /metrics, /livez and /readyz over HTTP; absent: none."""
+    metrics_open: bool = False
+    """Lets metrics_listen be reached from other hosts."""
 
     @model_validator(mode="after")
     def _refuse_open_metrics(self) -> Self:

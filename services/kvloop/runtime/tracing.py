@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvloop.runtime.config import ConfigError, ObservedSettings
+from kvloop.runtime.config import ConfigError, TracedSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -172,7 +172,7 @@ def on() -> bool:
     return _active is not None
 
 
-def configure(settings: ObservedSettings, process: str) -> _Nothing:
+def configure(settings: TracedSettings, process: str) -> _Nothing:
     """Begin to trace if the settings say so; the caller stops what is returned. Raises ConfigError."""
     global _active  # noqa: PLW0603 - one tracer per process
     if settings.trace_file is None and not settings.trace_otlp_url:
@@ -188,7 +188,7 @@ def configure(settings: ObservedSettings, process: str) -> _Nothing:
     return _active
 
 
-def _provider(settings: ObservedSettings, process: str) -> "TracerProvider":
+def _provider(settings: TracedSettings, process: str) -> "TracerProvider":
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

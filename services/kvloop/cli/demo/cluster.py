@@ -27,6 +27,7 @@ MIB = 1024 * 1024
 _MAX_MODEL_LEN = 4096
 _GATEWAY_READY_S = 240.0
 _ENDED_S = 10.0
+_SPANS = "spans.jsonl"
 _WATCHED = {"metrics_listen": "127.0.0.1:0"}
 
 
@@ -62,7 +63,7 @@ async def _demo(engine: str, turns: int, deploy: Path, out: Path, logs: Path | N
     record = ClusterRecord(engine)
     try:
         await _run(record, folder, turns=turns, deploy=deploy, out=out)
-        record.trace = await asyncio.to_thread(record.longest_trace, folder / "spans.jsonl")
+        record.trace = await asyncio.to_thread(record.longest_trace, folder / _SPANS)
         record.left_behind = await _left_behind(record.pids)
     except (PartFailed, CommandFailed) as failure:
         keep = True
@@ -90,7 +91,11 @@ async def _run(record: "ClusterRecord", folder: Path, *, turns: int, deploy: Pat
             open_balanced(plan, folder, haproxy_binary(), config)
         )
         gateway = await stack.enter_async_context(
-            Gateway(folder, {"router": balanced, "max_model_len": _MAX_MODEL_LEN}, _GATEWAY_READY_S)
+            Gateway(
+                folder,
+                {"router": balanced, "max_model_len": _MAX_MODEL_LEN, "trace_file": str(folder / _SPANS)},
+                _GATEWAY_READY_S,
+            )
         )
         targets = {role: _metrics(fleet, role) for role in ("router", "prefill", "decode")}
         rules = (deploy / "prometheus" / "alerts.yml").resolve()
@@ -114,7 +119,7 @@ def plan_of(engine: str, folder: Path) -> "FleetPlan":
     """Return three routers, one P and two D; P keeps no prefix cache, so that reuse is what D held."""
     from kvloop.cli.supervisor.plan import FleetPlan
 
-    traced = {**_WATCHED, "trace_file": str(folder / "spans.jsonl")}
+    traced = {**_WATCHED, "trace_file": str(folder / _SPANS)}
     workers: dict[str, Any] = {"engine": engine, "model": SMOLLM2, "max_model_len": _MAX_MODEL_LEN}
     if engine == "simulated":
         # As many tokens as SmolLM2's tokenizer has.

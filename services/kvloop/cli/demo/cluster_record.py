@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 # Who must have a part in the trace of a turn that read back.
-_TRACED = frozenset({"kvloop-router", "kvloop-prefill", "kvloop-decode"})
+_TRACED = frozenset({"kvloop-gateway", "kvloop-router", "kvloop-prefill", "kvloop-decode"})
 _REUSED = frozenset({"readback", "direct"})
 
 
@@ -42,7 +42,7 @@ class ClusterRecord:
         if not handed_on:
             found.append("every turn went to the same router")
         if {span["service"] for span in self.trace} < _TRACED:
-            found.append("no trace spans router, prefill and decode worker")
+            found.append("no trace spans gateway, router, prefill and decode worker")
         if self.prometheus.get("canary", {}).get("mismatch"):
             found.append("the canary found wrong tokens")
         if firing := self.prometheus.get("alerts"):
