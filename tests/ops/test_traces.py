@@ -102,6 +102,7 @@ async def test_a_canary_is_no_part_of_a_turn_s_trace(tmp_path: Path, monkeypatch
     async with sim_fleet() as fleet:
         app = await fleet.router(canary_per_minute=600.0)
         client = await fleet.client(app)
+        client.metadata = (("traceparent", CALLER),)
         first = await client.say(ids(100))
         await client.say([*ids(100), *first.token_ids, *ids(20, seed=1)])
         await app.canary.settle()
