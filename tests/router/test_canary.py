@@ -100,6 +100,30 @@ async def test_dropped_while_workers_are_busy() -> None:
         assert await results(app) == {"dropped": 1}
 
 
+async def test_a_repeat_gives_way_to_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
+
+    async def hangs(*_: object) -> Cold:
+        worker.in_flight += 1
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            worker.in_flight -= 1
+        raise AssertionError
+
+    monkeypatch.setattr(canary, "compute", hangs)
+    async with sim_fleet() as fleet:
+        app = await fleet.router(**OFTEN)
+        (worker,) = app.pool.prefill
+        client = await fleet.client(app)
+        await reused(fleet, client)
+        async with asyncio.timeout(20):
+            await begun.wait()
+            await client.say(ids(100, seed=7), "other")
+            assert await results(app) == {"dropped": 1}
+
+
 async def test_a_repeat_that_fails_is_nobody_s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(*_: object) -> Cold:
         raise Failure(Reason.ERROR_REASON_WORKER_FAILED, "gone")

@@ -1,7 +1,8 @@
 """Promise 1 watched in production: now and then a reused greedy turn is computed once more without reuse.
 
 The repeat goes through the same workers' doors as any turn, but with reuse forbidden, under a cache salt of
-its own and of the lowest priority, and nobody waits for it. It is dropped where it could be in the way. The
+its own and of the lowest priority, and nobody waits for it. It is dropped where it could be in the way, also
+when it has begun: an engine's step that computes it would be waited for, whatever its priority. The
 cold run also tells how probable the served token was where the two part: on engines whose arithmetic
 depends on the batch, two tokens of nearly one probability may change places, and that is no wrong KV.
 """
@@ -96,8 +97,13 @@ class Canary:
             for result in get_args(Result):
                 metrics.add("kvloop_canary", result, amount=0)
 
-    def relay(self, turn: "Turn") -> Relay:
-        """Return the relay of a turn; one that remembers, when the turn may be repeated."""
+    def relay(self, turn: "Turn", tools: "Tools") -> Relay:
+        """Return the relay of a turn; one that remembers, when the turn may be repeated.
+
+        A repeat under way gives way when the turn would find no idle prefill worker.
+        """
+        if self._task is not None and busy(tools, turn):
+            self._task.cancel()
         wanted = self._limiter.due() and self._task is None and not self._stopped and fit(turn)
         wanted = wanted and turn.prompt_tokens <= self._settings.canary_max_prompt_tokens
         return Recorded() if wanted else Relay()
@@ -148,6 +154,10 @@ class Canary:
             self._count("failed")
             _log.info("canary_failed", request_id=turn.request_id, reason=failure.reason_name)
             return
+        except asyncio.CancelledError:
+            if not self._stopped:
+                self._count("dropped")
+            raise
         result, position = compare(served, cold)
         self._count(result)
         if result == "mismatch":

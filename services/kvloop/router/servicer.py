@@ -73,7 +73,7 @@ class RouterServicer:
         except Failure as failure:
             self._tools.watch.refused(failure)
             raise
-        relay = self._tools.canary.relay(turn)
+        relay = self._tools.canary.relay(turn, self._tools)
         with tracing.continued(context.invocation_metadata()):
             task = self._start(turn, relay)
         try:

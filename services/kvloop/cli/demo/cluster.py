@@ -125,7 +125,8 @@ def plan_of(engine: str, folder: Path) -> "FleetPlan":
         # As many tokens as SmolLM2's tokenizer has.
         workers |= {"block_size": 32, "extra_engine_args": {"vocab_size": 49_152}}
     else:
-        workers["kv_cache_memory_bytes"] = 200 * MIB
+        # Room for the whole conversation within the half that leases may keep.
+        workers["kv_cache_memory_bytes"] = 400 * MIB
     patient = {"directory_timeout_ms": 1000.0}
     return FleetPlan(
         workers={**workers, **traced, **patient},
