@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvloop.connector.control import ControlClient, ControlError, Report
+from kvloop.connector.hooks import Hooks
 from kvloop.connector.server import ControlServer
 from kvloop.connector.table import Hold, HoldTable
 from kvloop.connector.turns import TurnLog
@@ -29,7 +30,7 @@ REPORT: Report = {
 class FakeEngine:
     """Owns the pool's blocks and gives back what the table lets go of, on its own thread."""
 
-    def __init__(self, path: Path, hooks: set[str] | None) -> None:
+    def __init__(self, path: Path, hooks: Hooks | None) -> None:
         self.table, self.turns = HoldTable(), TurnLog()
         self.free = 10
         self.woken = threading.Event()
@@ -41,7 +42,7 @@ class FakeEngine:
             handle=self.handle,
             wake=self.woken.set,
             pool=lambda: (10, self.free),
-            guards_off=hooks,
+            hooks=hooks,
         )
         self.thread = threading.Thread(target=self.run)
 
@@ -62,7 +63,7 @@ class FakeEngine:
         self.table.hold(lease_id, kind="decode", blocks=ids, num_tokens=blocks * 16 - 3, ttl_s=ttl_s)
 
 
-HOOKS: set[str] = set()
+HOOKS = Hooks()
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def engine(path: Path) -> Any:
-    HOOKS.clear()
+    HOOKS.guards_off.clear()
     engine = FakeEngine(path, HOOKS)
     engine.thread.start()
     engine.server.start()
@@ -208,9 +209,9 @@ async def test_guards_are_switched_by_tests_only(
     tmp_path: Path, engine: FakeEngine, control: ControlClient
 ) -> None:
     await control.guard("hash", False)
-    assert {"hash"} == HOOKS
+    assert HOOKS.guards_off == {"hash"}
     await control.guard("hash", True)
-    assert set() == HOOKS
+    assert not HOOKS.guards_off
     other = FakeEngine(tmp_path / "other", None)
     other.server.start()
     client = await ControlClient.connect(tmp_path / "other")

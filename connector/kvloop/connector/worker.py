@@ -38,6 +38,7 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         """Requests that have failed while transfers of theirs are still in flight."""
         self._refused_now: set[str] = set()
         self._guards_off: frozenset[str] = frozenset()
+        self._stalled = False
         self._partial_notices: OrderedDict[str, int] = OrderedDict()
         transfer = vllm_config.kv_transfer_config
         self._start_margin_s = float(transfer.get_from_extra_config("kvloop_start_margin_s", 2.0))
@@ -51,7 +52,7 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def start_load_kv(self, metadata: Any) -> None:
         """Begin the step's reads; fail those that the scheduler side refused."""
         orders: Orders = metadata.kvloop
-        self._guards_off = orders.guards_off
+        self._guards_off, self._stalled = orders.guards_off, orders.stalled
         super().start_load_kv(metadata)
         for request_id, blocks in orders.refused.items():
             self._invalid_block_ids.put(set(blocks))
@@ -124,7 +125,7 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> set[str]:
         done: set[str] = set()
         for req_id, handles in list(transfers.items()):
-            pending = [handle for handle in handles if not self._ended(req_id, handle)]
+            pending = handles if self._stalled else [h for h in handles if not self._ended(req_id, h)]
             meta = self._recving_metadata.get(req_id)
             late = meta is None or time.perf_counter() >= self._deadline(meta)
             if late and req_id not in self._abandoned:

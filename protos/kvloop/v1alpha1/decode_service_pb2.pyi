@@ -481,6 +481,50 @@ class ListLeasesResponse(_message.Message):
 Global___ListLeasesResponse: _TypeAlias = ListLeasesResponse  # noqa: Y015
 
 @_typing.final
+class DecodeServiceReloadWeightsRequest(_message.Message):
+    """DecodeServiceReloadWeightsRequest says which weights are there now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    weights_version: _builtins.str
+    """A name for them, the same on all workers that load them: KV of other versions is not read."""
+    def __init__(
+        self,
+        *,
+        weights_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeServiceReloadWeightsRequest: _TypeAlias = DecodeServiceReloadWeightsRequest  # noqa: Y015
+
+@_typing.final
+class DecodeServiceReloadWeightsResponse(_message.Message):
+    """DecodeServiceReloadWeightsResponse comes when turns are admitted again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    """The new epoch."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeServiceReloadWeightsResponse: _TypeAlias = DecodeServiceReloadWeightsResponse  # noqa: Y015
+
+@_typing.final
 class DecodeServiceGetInfoRequest(_message.Message):
     """DecodeServiceGetInfoRequest is empty."""
 

@@ -60,6 +60,11 @@ class DecodeServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesResponse.FromString,
                 _registered_method=True)
+        self.ReloadWeights = channel.unary_unary(
+                '/kvloop.v1alpha1.DecodeService/ReloadWeights',
+                request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/kvloop.v1alpha1.DecodeService/GetInfo',
                 request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceGetInfoRequest.SerializeToString,
@@ -106,6 +111,13 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadWeights(self, request, context):
+        """ReloadWeights loads other weights under the same name: no new turns, all leases revoked, a new epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """GetInfo tells the worker's facts.
         """
@@ -140,6 +152,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.ListLeases,
                     request_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'ReloadWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadWeights,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -283,6 +300,33 @@ class DecodeService:
             '/kvloop.v1alpha1.DecodeService/ListLeases',
             kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloop.v1alpha1.DecodeService/ReloadWeights',
+            kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

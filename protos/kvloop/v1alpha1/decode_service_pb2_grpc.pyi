@@ -43,6 +43,8 @@ class DecodeServiceStub:
     """ReleaseLease lets go of a lease and removes its directory entry."""
     ListLeases: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.ListLeasesRequest, _decode_service_pb2.ListLeasesResponse]
     """ListLeases lists what is held."""
+    ReloadWeights: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.DecodeServiceReloadWeightsRequest, _decode_service_pb2.DecodeServiceReloadWeightsResponse]
+    """ReloadWeights loads other weights under the same name: no new turns, all leases revoked, a new epoch."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.DecodeServiceGetInfoRequest, _decode_service_pb2.DecodeServiceGetInfoResponse]
     """GetInfo tells the worker's facts."""
 
@@ -61,6 +63,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """ReleaseLease lets go of a lease and removes its directory entry."""
     ListLeases: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.ListLeasesRequest, _decode_service_pb2.ListLeasesResponse]  # type: ignore[assignment]
     """ListLeases lists what is held."""
+    ReloadWeights: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.DecodeServiceReloadWeightsRequest, _decode_service_pb2.DecodeServiceReloadWeightsResponse]  # type: ignore[assignment]
+    """ReloadWeights loads other weights under the same name: no new turns, all leases revoked, a new epoch."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.DecodeServiceGetInfoRequest, _decode_service_pb2.DecodeServiceGetInfoResponse]  # type: ignore[assignment]
     """GetInfo tells the worker's facts."""
 
@@ -106,6 +110,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_decode_service_pb2.ListLeasesResponse, _abc.Awaitable[_decode_service_pb2.ListLeasesResponse]]:
         """ListLeases lists what is held."""
+
+    @_abc_1.abstractmethod
+    def ReloadWeights(
+        self,
+        request: _decode_service_pb2.DecodeServiceReloadWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_service_pb2.DecodeServiceReloadWeightsResponse, _abc.Awaitable[_decode_service_pb2.DecodeServiceReloadWeightsResponse]]:
+        """ReloadWeights loads other weights under the same name: no new turns, all leases revoked, a new epoch."""
 
     @_abc_1.abstractmethod
     def GetInfo(

@@ -173,6 +173,50 @@ class ReleasePrefillResponse(_message.Message):
 Global___ReleasePrefillResponse: _TypeAlias = ReleasePrefillResponse  # noqa: Y015
 
 @_typing.final
+class PrefillServiceReloadWeightsRequest(_message.Message):
+    """PrefillServiceReloadWeightsRequest says which weights are there now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    weights_version: _builtins.str
+    """As in DecodeServiceReloadWeightsRequest."""
+    def __init__(
+        self,
+        *,
+        weights_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceReloadWeightsRequest: _TypeAlias = PrefillServiceReloadWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PrefillServiceReloadWeightsResponse(_message.Message):
+    """PrefillServiceReloadWeightsResponse comes when turns are admitted again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    """The new epoch."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceReloadWeightsResponse: _TypeAlias = PrefillServiceReloadWeightsResponse  # noqa: Y015
+
+@_typing.final
 class PrefillServiceGetInfoRequest(_message.Message):
     """PrefillServiceGetInfoRequest is empty."""
 

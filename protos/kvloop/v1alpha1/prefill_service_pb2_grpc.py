@@ -45,6 +45,11 @@ class PrefillServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillResponse.FromString,
                 _registered_method=True)
+        self.ReloadWeights = channel.unary_unary(
+                '/kvloop.v1alpha1.PrefillService/ReloadWeights',
+                request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/kvloop.v1alpha1.PrefillService/GetInfo',
                 request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceGetInfoRequest.SerializeToString,
@@ -70,6 +75,13 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadWeights(self, request, context):
+        """ReloadWeights loads other weights under the same name: no new turns, nothing kept, a new epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """GetInfo tells the worker's facts.
         """
@@ -89,6 +101,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.ReleasePrefill,
                     request_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillResponse.SerializeToString,
+            ),
+            'ReloadWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadWeights,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -151,6 +168,33 @@ class PrefillService:
             '/kvloop.v1alpha1.PrefillService/ReleasePrefill',
             kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloop.v1alpha1.PrefillService/ReloadWeights',
+            kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class PrefillServiceStub:
     """Prefill makes the prompt's KV ready to be read."""
     ReleasePrefill: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.ReleasePrefillRequest, _prefill_service_pb2.ReleasePrefillResponse]
     """ReleasePrefill lets go of KV that no decode worker will read."""
+    ReloadWeights: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceReloadWeightsRequest, _prefill_service_pb2.PrefillServiceReloadWeightsResponse]
+    """ReloadWeights loads other weights under the same name: no new turns, nothing kept, a new epoch."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceGetInfoRequest, _prefill_service_pb2.PrefillServiceGetInfoResponse]
     """GetInfo tells the worker's facts."""
 
@@ -49,6 +51,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """Prefill makes the prompt's KV ready to be read."""
     ReleasePrefill: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.ReleasePrefillRequest, _prefill_service_pb2.ReleasePrefillResponse]  # type: ignore[assignment]
     """ReleasePrefill lets go of KV that no decode worker will read."""
+    ReloadWeights: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceReloadWeightsRequest, _prefill_service_pb2.PrefillServiceReloadWeightsResponse]  # type: ignore[assignment]
+    """ReloadWeights loads other weights under the same name: no new turns, nothing kept, a new epoch."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceGetInfoRequest, _prefill_service_pb2.PrefillServiceGetInfoResponse]  # type: ignore[assignment]
     """GetInfo tells the worker's facts."""
 
@@ -70,6 +74,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_service_pb2.ReleasePrefillResponse, _abc.Awaitable[_prefill_service_pb2.ReleasePrefillResponse]]:
         """ReleasePrefill lets go of KV that no decode worker will read."""
+
+    @_abc_1.abstractmethod
+    def ReloadWeights(
+        self,
+        request: _prefill_service_pb2.PrefillServiceReloadWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_service_pb2.PrefillServiceReloadWeightsResponse, _abc.Awaitable[_prefill_service_pb2.PrefillServiceReloadWeightsResponse]]:
+        """ReloadWeights loads other weights under the same name: no new turns, nothing kept, a new epoch."""
 
     @_abc_1.abstractmethod
     def GetInfo(

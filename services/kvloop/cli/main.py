@@ -20,6 +20,7 @@ _COMMANDS = {
     "serve": _Lazy("kvloop.cli.serve:app", "app", "Run one router, prefill or decode process."),
     "chat": _Lazy("kvloop.cli.chat.command:chat", "function", "Talk to a model; see what was reused."),
     "leases": _Lazy("kvloop.cli.leases:leases", "function", "List the leases that decode workers hold."),
+    "reload": _Lazy("kvloop.cli.reload:reload", "function", "Have workers load their weights anew."),
     "doctor": _Lazy("kvloop.cli.doctor.command:doctor", "function", "Check a deployment; say what to do."),
     "explain": _Lazy("kvloop.cli.explain:explain", "function", "Show the numbers behind a recent turn."),
     "demo": _Lazy("kvloop.cli.demo.command:demo", "function", "One conversation with and without reuse."),

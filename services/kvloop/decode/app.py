@@ -12,6 +12,7 @@ from kvloop.decode.settings import DecodeSettings
 from kvloop.decode.turns import Turns
 from kvloop.decode.watching import watch_leases
 from kvloop.engine.port import Engine
+from kvloop.engine.reloading import Reloading
 from kvloop.engine.worker import WorkerLife
 from kvloop.metastore.factory import Store
 from kvloop.metastore.tracing import traced
@@ -121,13 +122,21 @@ class DecodeApp:
         )
         keeper = Keeper(engine, publisher, clock, policy)
         direct = Direct(engine, keeper, clock, DirectPolicy(budget=settings.direct_budget_tokens))
+        turns = Turns(
+            engine, keeper, direct, clock, worker_id=self._life.worker_id, metrics=self._life.metrics
+        )
+        off = frozenset(settings.guards_off)
+
+        async def let_go() -> None:
+            await turns.finished()
+            await keeper.revoke_all()
+
         return Parts(
             engine=engine,
             keeper=keeper,
-            reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s)),
-            turns=Turns(
-                engine, keeper, direct, clock, worker_id=self._life.worker_id, metrics=self._life.metrics
-            ),
+            reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s), off),
+            turns=turns,
+            reloading=Reloading(engine, let_go),
             clock=clock,
             worker_id=self._life.worker_id,
         )

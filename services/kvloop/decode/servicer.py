@@ -9,6 +9,7 @@ from kvloop.decode.listing import list_leases
 from kvloop.decode.reading import Reading
 from kvloop.decode.turns import Turns
 from kvloop.engine.port import Engine
+from kvloop.engine.reloading import Reloading
 from kvloop.engine.worker import worker_info
 from kvloop.runtime import checks, tracing
 from kvloop.runtime.clock import Clock
@@ -28,6 +29,7 @@ class Parts:
     keeper: Keeper
     reading: Reading
     turns: Turns
+    reloading: Reloading
     clock: Clock
     worker_id: str
 
@@ -64,6 +66,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         turns = self._parts.turns
         if self._draining:
             raise Failure(Reason.ERROR_REASON_DRAINING, "the worker is going away")
+        self._parts.reloading.admit()
         with tracing.continued(context.invocation_metadata()):
             leg = turns.begin(request)
         try:
@@ -117,6 +120,15 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         checks.check_deadline(time_left_s(context))
         parts = self._parts
         return await list_leases(request, parts.keeper, parts.engine, parts.clock)
+
+    @unary
+    async def ReloadWeights(
+        self, request: decode_service_pb2.DecodeServiceReloadWeightsRequest, context: Context
+    ) -> decode_service_pb2.DecodeServiceReloadWeightsResponse:
+        """Load other weights under the same name."""
+        left = checks.check_deadline(time_left_s(context))
+        epoch = await self._parts.reloading.run(request.weights_version, left)
+        return decode_service_pb2.DecodeServiceReloadWeightsResponse(epoch=epoch)
 
     @unary
     async def GetInfo(

@@ -1,6 +1,6 @@
 """Settings of a decode worker."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -29,9 +29,13 @@ class DecodeSettings(WorkerSettings):
     prefix cache."""
     drain_limit_s: float = Field(30.0, ge=0)
     """For how long a draining worker serves its leases."""
+    guards_off: tuple[Literal["epoch", "scope"], ...] = ()
+    """Guards of BeginRead that are switched off; tests only, with test_hooks."""
 
     @model_validator(mode="after")
     def _refuse_contradictions_of_time(self) -> Self:
+        if self.guards_off and not self.test_hooks:
+            raise ValueError("guards_off is for tests of the guards; remove it, or set test_hooks")
         if self.pin_s > self.max_pin_s:
             raise ValueError(
                 f"pin_s ({self.pin_s} s) is more than max_pin_s ({self.max_pin_s} s); lower the first"

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from kvloop.engine.port import Engine
+from kvloop.engine.reloading import Reloading
 from kvloop.engine.worker import worker_info
 from kvloop.prefill.leg import Legs
 from kvloop.runtime import checks
@@ -21,6 +22,7 @@ class Parts:
 
     engine: Engine
     legs: Legs
+    reloading: Reloading
     worker_id: str
 
 
@@ -56,6 +58,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         legs = self._parts.legs
         if self._draining:
             raise Failure(Reason.ERROR_REASON_DRAINING, "the worker is going away")
+        self._parts.reloading.admit()
         return await legs.run(request, left)
 
     @unary
@@ -67,6 +70,15 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         checks.check_request_id(request.request_id, required=True)
         released = await self._parts.legs.release(request.request_id)
         return prefill_service_pb2.ReleasePrefillResponse(released=released)
+
+    @unary
+    async def ReloadWeights(
+        self, request: prefill_service_pb2.PrefillServiceReloadWeightsRequest, context: Context
+    ) -> prefill_service_pb2.PrefillServiceReloadWeightsResponse:
+        """Load other weights under the same name."""
+        left = checks.check_deadline(time_left_s(context))
+        epoch = await self._parts.reloading.run(request.weights_version, left)
+        return prefill_service_pb2.PrefillServiceReloadWeightsResponse(epoch=epoch)
 
     @unary
     async def GetInfo(

@@ -6,6 +6,8 @@ never waits for an engine step.
 
 import asyncio
 import contextlib
+import dataclasses
+import secrets
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,23 @@ class VllmEngine(HoldTable):
             return bool(await self._llm().reset_prefix_cache())
         except EngineDeadError:
             raise gone() from None
+
+    async def reload_weights(self, version: str) -> None:
+        """Load the weights from where they lie, under the same name, in a new epoch."""
+        from vllm import __version__
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        from kvloop.engine.vllm.facts import compatibility
+
+        facts = self.facts
+        try:
+            await self._llm().collective_rpc("reload_weights")
+        except EngineDeadError:
+            raise gone() from None
+        await self._call(self._client().reloaded(version))
+        self._settings = self._settings.model_copy(update={"weights_version": version})
+        digest = compatibility(self._settings, self._llm().vllm_config, __version__)
+        self._facts = dataclasses.replace(facts, epoch=secrets.token_hex(8), compatibility=digest)
 
     async def prefill(self, job: PrefillJob) -> PrefillOutcome:
         """Compute, or read, the prompt's KV and hold it for one decode engine."""
