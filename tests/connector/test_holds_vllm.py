@@ -1,7 +1,6 @@
 """Holds on real engines: how they come, how they go, and how they make room."""
 
 import asyncio
-from typing import Any
 
 import psutil
 import pytest
