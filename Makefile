@@ -69,7 +69,7 @@ test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 test-connector: model ## The connector plugin alone on real vLLM engines
 	@$(PYTEST) tests/connector -m vllm
 
-test-cases: model ## The never-wrong cases on real vLLM; writes out/cases.json
+test-cases: model ## The never-wrong cases alone, on real vLLM; writes out/cases.json
 	@$(PYTEST) tests/cases -m vllm
 	@$(BIN)/python tests/cases/catalogue.py out/cases.json
 

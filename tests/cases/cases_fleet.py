@@ -122,7 +122,12 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
     controls = {name: folder / f"{name}.control" for name in PARTS}
     reader = {"begin_read_timeout_s": 5.0, "pin_s": PIN_S}
     holder = {"enable_prefix_caching": True, "soft_hints": True}
-    link = {"tokens_file": str(_tokens_file(folder)), "info_interval_s": 0.2, **PATIENT}
+    link = {
+        "first_chunk_timeout_s": 120.0,
+        "tokens_file": str(_tokens_file(folder)),
+        "info_interval_s": 0.2,
+        **PATIENT,
+    }
 
     def router(prefill: str, decode: str, **more: Any) -> dict[str, Any]:
         return {**link, "prefill_endpoints": prefill, "decode_endpoints": decode, **more}
@@ -137,7 +142,7 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
         ),
         decode=(
             {"listen": d1, **holder, **control("d1")},
-            {"listen": d2, **holder, **control("d2"), **small, "hold_share": 0.9},
+            {"listen": d2, **holder, **control("d2"), **small, "hold_share": 0.98},
         ),
         routers=(
             router(p1, d1),

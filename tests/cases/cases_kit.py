@@ -29,8 +29,9 @@ from kvloop.v1alpha1 import (
     worker_pb2,
 )
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 SETTLE_S = 45.0
+INFO_S = 30.0
 """Longer than P keeps a prompt whose decode worker died: such a worker may be reading to its last moment."""
 LOGPROB_TOLERANCE = 2e-3
 COMING_BACK = {"NO_WORKER", "WORKER_FAILED", "INTERNAL"}
@@ -106,10 +107,10 @@ class Stack:
         """Return what an engine's worker says of itself; raises when it does not answer."""
         if engine in self.prefills:
             asked = prefill_service_pb2.PrefillServiceGetInfoRequest()
-            got = await self.prefills[engine].prefill.GetInfo(asked, timeout=10, wait_for_ready=True)
+            got = await self.prefills[engine].prefill.GetInfo(asked, timeout=INFO_S, wait_for_ready=True)
             return got.info
         asking = decode_service_pb2.DecodeServiceGetInfoRequest()
-        answer = await self.decodes[engine].decode.GetInfo(asking, timeout=10, wait_for_ready=True)
+        answer = await self.decodes[engine].decode.GetInfo(asking, timeout=INFO_S, wait_for_ready=True)
         return answer.info
 
     async def pools(self) -> dict[str, worker_pb2.PoolState]:

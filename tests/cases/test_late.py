@@ -86,7 +86,7 @@ async def other_traffic(stack: Stack) -> None:
         name = f"traffic-{number}"
         request = prefill_service_pb2.PrefillRequest(
             request_id=name,
-            prompt_token_ids=tokens.pack(unheard(800)),
+            prompt_token_ids=tokens.pack(unheard(500)),
             cold_reason=turn_pb2.REUSE_REASON_NO_CONVERSATION,
         )
         await stub.Prefill(request, timeout=30)
