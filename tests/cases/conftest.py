@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,7 @@ async def case(request: pytest.FixtureRequest, stack: Stack, engine: str, router
         took = {"ms": (time.monotonic() - started) * 1000}
         about = {"id": running.id, "expected": running.expected, "router": running.router}
         _records.append({**about, **running.record, **took})
+        _write_records((await stack.info("d1")).engine_version)
 
 
 _failed = pytest.StashKey[bool]()
@@ -84,14 +85,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _write_records() -> Iterator[None]:
-    yield
-    if _records:
-        from kvloop.connector.compat import vllm_release
-
-        OUT.parent.mkdir(exist_ok=True)
-        OUT.write_text(json.dumps({"vllm": vllm_release(), "cases": _records}, indent=1), encoding="utf-8")
+def _write_records(version: str) -> None:
+    """Write what there is, after each case: a run that is cut short keeps it."""
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps({"vllm": version, "cases": _records}, indent=1), encoding="utf-8")
 
 
 FACTS = (
