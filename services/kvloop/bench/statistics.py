@@ -51,6 +51,26 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
     return Estimate(value, *_bounds(found), count)
 
 
+def slope(at: Sequence[float], values: Sequence[float]) -> Estimate:
+    """Return the least-squares slope of at least 20 values measured one after the other.
+
+    Neighbours depend on each other (memory grows in steps), so whole stretches are resampled, a tenth of the
+    series each: single residuals would make the interval far too narrow.
+    """
+    x, y = np.asarray(at, dtype=float), np.asarray(values, dtype=float)
+    gradient, offset = np.polyfit(x, y, 1)
+    fitted = gradient * x + offset
+    residuals = y - fitted
+    length = max(2, len(x) // 10)
+    rng = np.random.default_rng(_SEED)
+    starts = rng.integers(0, len(x) - length + 1, size=(_RESAMPLES, -(-len(x) // length)))
+    drawn = (starts[..., None] + np.arange(length)).reshape(_RESAMPLES, -1)[:, : len(x)]
+    centred = x - x.mean()
+    slopes = ((fitted + residuals[drawn]) @ centred) / (centred @ centred)
+    low, high = np.percentile(slopes, [50 * (1 - LEVEL), 100 - 50 * (1 - LEVEL)])
+    return Estimate(float(gradient), float(low), float(high), len(x))
+
+
 def _ratio_of_medians(first: Any, second: Any, axis: int = -1) -> Any:
     return np.median(first, axis=axis) / np.median(second, axis=axis)
 

@@ -10,6 +10,7 @@ from kvloop.cli.groups import LazyGroup
 _PLACES = {
     "sweep": ("kvloop.cli.bench.sweep:make_command", "TTFT against prompt length, leg by leg."),
     "load": ("kvloop.cli.bench.load:make_command", "Play conversations against a router or server."),
+    "router": ("kvloop.cli.bench.router:make_command", "What a router costs in time, CPU and memory."),
     "workload": ("kvloop.cli.bench.workload:make_command", "Write conversations as JSON."),
     "compare": ("kvloop.cli.bench.compare:make_command", "Tell a change between two runs from noise."),
     "report": ("kvloop.cli.bench.report:make_command", "Summary and pictures of a sweep, anew."),

@@ -1,0 +1,195 @@
+"""`kvloop bench router`: what a router costs, on simulated engines and a real store."""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloop.cli.errors import EXIT_FAILED, say, sentences, write_line
+
+if TYPE_CHECKING:
+    from kvloop.bench.router import Process
+    from kvloop.bench.router_traffic import Workers
+    from kvloop.cli.supervisor.fleet import Fleet
+
+_BLOCK = 128
+"""Large blocks keep the simulated engines' own work small."""
+
+
+def make_command() -> Any:
+    """Return the command."""
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command("router")(router)
+    return typer.main.get_command(single)
+
+
+@sentences
+def router(
+    *,
+    pairs: Annotated[int, typer.Option(min=10, help="Turns each way for the first chunk.")] = 300,
+    turns: Annotated[int, typer.Option(min=100, help="Turns each way for CPU, 500 tokens.")] = 3200,
+    long_turns: Annotated[int, typer.Option(min=50, help="The same, 24k tokens.")] = 800,
+    memory_turns: Annotated[int, typer.Option(min=5000, help="Turns for the memory slope.")] = 50_000,
+    memory_limit_s: Annotated[float, typer.Option(min=5, help="Fewer turns when these take longer.")] = 240.0,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes.")] = Path("out/router.json"),
+) -> None:
+    """Measure the router as a process of its own, in about eight minutes."""
+    import uvloop
+
+    from kvloop.bench.router import missed
+
+    plan = _Plan(pairs, turns, long_turns, memory_turns, memory_limit_s)
+    record = uvloop.run(_measure(plan))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    write_line(sys.stdout, json.dumps({key: value for key, value in record.items() if key != "samples"}, indent=2))
+    problems = missed(record)
+    for problem in problems:
+        say(problem)
+    sys.exit(EXIT_FAILED if problems else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    pairs: int
+    turns: int
+    long_turns: int
+    memory_turns: int
+    memory_limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """What is measured, running."""
+
+    fleet: "Fleet"
+    workers: "Workers"
+    router: "Process"
+
+
+@asynccontextmanager
+async def _stand(preset: str, folder: Path) -> AsyncIterator[_Stand]:
+    from kvloop.bench.router import Process
+    from kvloop.bench.router_traffic import facts
+    from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
+
+    workers = {
+        "engine": "simulated",
+        "block_size": _BLOCK,
+        "max_model_len": 32_768,
+        "directory_timeout_ms": 2000.0,
+        "extra_engine_args": {"preset": preset},
+    }
+    patient = {"directory_timeout_ms": 2000.0}
+    async with Fleet(FleetPlan(workers=workers, routers=[patient]), folder) as fleet:
+        pid = fleet.parts["router-0"].pid
+        assert pid is not None
+        known = await facts(fleet.endpoint("prefill-0"), fleet.endpoint("decode-0"))
+        yield _Stand(fleet, known, Process(pid))
+
+
+@asynccontextmanager
+async def _pass_through(stand: _Stand, folder: Path) -> AsyncIterator[tuple[str, "Process"]]:
+    from kvloop.bench import router_passthrough
+    from kvloop.bench.router import Process
+    from kvloop.cli.supervisor.part import Command, Part
+    from kvloop.cli.supervisor.plan import part_environment
+
+    part = Part("pass-through", folder)
+    arguments = [sys.executable, "-m", router_passthrough.__name__, stand.workers.prefill]
+    arguments += [stand.workers.decode, str(part.ready_path)]
+    await part.spawn(Command(arguments, part_environment({}, ())))
+    try:
+        endpoint = await part.wait_ready(30)
+        assert part.pid is not None
+        yield endpoint, Process(part.pid)
+    finally:
+        await part.stop(2.0)
+
+
+async def _measure(plan: _Plan) -> dict[str, Any]:
+    from kvloop.cli.bench import environment
+
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kvloop-bench-") as folder:
+        paced = await _paced(plan, Path(folder) / "paced")
+        instant = await _instant(plan, Path(folder) / "instant")
+    return {
+        "when": environment.now(),
+        "machine": environment.machine(),
+        "versions": environment.versions(),
+        "wall_s": round(time.monotonic() - begun),
+        **{key: value for key, value in {**instant, **paced}.items() if key != "samples"},
+        "samples": instant["samples"] | paced["samples"],
+    }
+
+
+async def _instant(plan: _Plan, folder: Path) -> dict[str, Any]:
+    """Measure what needs engines that take no time."""
+    from kvloop.bench import router as measure
+    from kvloop.bench.router_traffic import PastRouter, ThroughRouter, Way
+
+    async with _stand("instant", folder) as stand, AsyncExitStack() as stack:
+        through = ThroughRouter(stand.fleet.endpoint("router-0"))
+        stack.push_async_callback(through.close)
+        past = PastRouter(stand.workers)
+        stack.push_async_callback(past.close)
+        ways: dict[str, Way] = {"router": through, "direct": past}
+        firsts = {}
+        for name, tokens in (("24k", measure.LONG), ("500", measure.SHORT)):
+            say(f"first chunk, {name} tokens")
+            firsts[name] = await measure.first_chunks(ways, tokens, plan.pairs)
+        asked = await measure.lookups(through, stand.router, stand.fleet.store_url, 200)
+        say(f"memory, {plan.memory_turns:,} turns")
+        memory = await measure.memory(
+            through, stand.router, turns=plan.memory_turns, limit_s=plan.memory_limit_s
+        )
+    rss = memory.pop("samples")
+    return {
+        "added_first_chunk_ms": {name: measure.added(samples) for name, samples in firsts.items()},
+        "first_chunk_ms": {name: measure.median_ms(samples) for name, samples in firsts.items()},
+        "lookups_per_turn": sum(asked["commands"].values()) / asked["turns"],
+        "store_commands": asked,
+        "memory_slope": memory,
+        "samples": {"first_chunk_ms": firsts, "memory": rss},
+    }
+
+
+async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
+    """Measure CPU on engines that give a token every 20 ms."""
+    from kvloop.bench import router as measure
+    from kvloop.bench.router_traffic import PassedThrough, ThroughRouter, Way
+
+    async with (
+        _stand("paced", folder) as stand,
+        _pass_through(stand, folder) as (endpoint, passing),
+        AsyncExitStack() as stack,
+    ):
+        through, passed = ThroughRouter(stand.fleet.endpoint("router-0")), PassedThrough(stand.workers, endpoint)
+        stack.push_async_callback(through.close)
+        stack.push_async_callback(passed.close)
+        ways: dict[str, tuple[Way, Process]] = {"router": (through, stand.router), "pass-through": (passed, passing)}
+        say(f"CPU, 500 tokens, {plan.turns:,} turns each way")
+        short = await measure.cpu(ways, measure.SHORT, conversations=64, turns=plan.turns, rounds=4)
+        say(f"CPU, 24k tokens, {plan.long_turns:,} turns each way")
+        long = await measure.cpu(ways, measure.LONG, conversations=24, turns=plan.long_turns, rounds=4)
+    each = {name: round(measure.per_turn_ms(short, name), 3) for name in ways}
+    long_each = {name: round(measure.per_turn_ms(long, name), 3) for name in ways}
+    return {
+        "cpu_per_turn_vs_passthrough": round(each["router"] / each["pass-through"], 3),
+        "cpu_per_turn_ms": {"500": each, "24k": long_each},
+        "chunks_per_cpu_second": round(measure.chunks_per_cpu_second(short, "router")),
+        "chunks_per_turn": {
+            name: round(sum(m.chunks for m in short if m.way == name) / plan.turns, 1) for name in ways
+        },
+        "turns_per_cpu_second": {name: round(1000 / spent) for name, spent in long_each.items()},
+        "samples": {"cpu_500": [m.as_dict() for m in short], "cpu_24k": [m.as_dict() for m in long]},
+    }
+
