@@ -192,7 +192,9 @@ async def _monitored(url: str) -> AsyncIterator[list[tuple[int, str]]]:
     async def follow(monitor: Any) -> None:
         async for command in monitor.listen():
             if command["client_type"] != "lua":
-                seen.append((int(command["client_port"]), str(command["command"]).split(" ", 1)[0].lower()))
+                text = str(command["command"])
+                verb = "lookup" if ":lease" in text else text.split(" ", 1)[0].lower()
+                seen.append((int(command["client_port"]), verb))
 
     async with client, client.monitor() as monitor:
         following = asyncio.create_task(follow(monitor))
@@ -204,7 +206,10 @@ async def _monitored(url: str) -> AsyncIterator[list[tuple[int, str]]]:
 
 
 async def lookups(way: Way, process: Process, store_url: str, turns: int) -> dict[str, Any]:
-    """Return what the router's process asks the store for, by command, over so many turns."""
+    """Return what the router's process asks the store for over so many turns.
+
+    By command; commands that name a lease are lookups, the others are not on any turn's way.
+    """
     mine = talk(SHORT, 4, VOCABULARY)
     await way.play(mine)
     port = urlsplit(store_url).port or 6379

@@ -155,7 +155,7 @@ async def _instant(plan: _Plan, folder: Path) -> dict[str, Any]:
     return {
         "added_first_chunk_ms": {name: measure.added(samples) for name, samples in firsts.items()},
         "first_chunk_ms": {name: measure.median_ms(samples) for name, samples in firsts.items()},
-        "lookups_per_turn": sum(asked["commands"].values()) / asked["turns"],
+        "lookups_per_turn": asked["commands"].get("lookup", 0) / asked["turns"],
         "store_commands": asked,
         "memory_slope": memory,
         "samples": {"first_chunk_ms": firsts, "memory": rss},

@@ -1,0 +1,205 @@
+"""The caller's end: calls as async generators, on a stream that is opened when it is needed.
+
+A stream that breaks ends every call on it with CallBroken; the next call opens another one. Nobody's call
+waits for another's: frames are sorted as they come, and each caller takes its own at its own pace.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import grpc
+from google.rpc import status_pb2
+
+from kvloop.runtime.mux.frames import WINDOW_BYTES, Outbox
+from kvloop.v1alpha1 import attach_pb2
+
+
+class CallBroken(Exception):
+    """The call has no answer: the stream broke, or the time was over. The other end may still be at it."""
+
+
+class CallEnded(Exception):
+    """The other end itself ended the call, with a status that is not OK."""
+
+    def __init__(self, status: status_pb2.Status) -> None:
+        super().__init__(status.message)
+        self.status = status
+
+
+class Batch(Protocol):
+    """A message that holds frames."""
+
+    @property
+    def frames(self) -> Sequence[attach_pb2.AnswerFrame]:
+        """Return the frames, in order."""
+        ...
+
+
+Attach = Callable[[], "grpc.aio.StreamStreamCall[Any, Batch]"]
+
+
+class _Call:
+    """One call, as its stream's reader sees it."""
+
+    __slots__ = ("_waiter", "broken", "messages", "number", "status", "untold")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.messages: deque[bytes] = deque()
+        self.status: bytes | None = None
+        """How the other end ended it."""
+        self.broken = ""
+        """Why nothing follows, if the other end did not say so."""
+        self.untold = 0
+        """Bytes taken that the other end has not been told of."""
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.status is not None or bool(self.broken)
+
+    def stir(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def expire(self) -> None:
+        if not self.over:
+            self.broken = "DEADLINE_EXCEEDED"
+            self.stir()
+
+    async def news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+
+class _Session:
+    """The life of one stream."""
+
+    def __init__(self, stream: "grpc.aio.StreamStreamCall[Any, Batch]", make_batch: Callable[..., Any]) -> None:
+        self._stream = stream
+        self._make_batch = make_batch
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self.out: Outbox[attach_pb2.CallFrame] = Outbox()
+        self.ended = False
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    def open(self, request: bytes, timeout_s: float, metadata: Iterable[tuple[str, str]]) -> _Call:
+        call = _Call(next(self._numbers))
+        self._calls[call.number] = call
+        frame = attach_pb2.CallFrame(
+            call=call.number, open=attach_pb2.CallOpen(request=request, metadata=dict(metadata))
+        )
+        frame.open.left_time.FromNanoseconds(int(timeout_s * 1e9))
+        self.out.put(frame, len(request))
+        return call
+
+    def took(self, call: _Call, size: int) -> None:
+        call.untold += size
+        if call.untold >= WINDOW_BYTES // 2 and not call.over:
+            self.out.put(attach_pb2.CallFrame(call=call.number, taken_bytes=call.untold))
+            call.untold = 0
+
+    def leave(self, call: _Call) -> None:
+        if self._calls.pop(call.number, None) is not None and call.status is None:
+            self.out.put(attach_pb2.CallFrame(call=call.number, cancel=attach_pb2.CallCancel()))
+
+    async def _read(self) -> None:
+        why = "UNAVAILABLE"
+        try:
+            async for batch in self._stream:
+                for frame in batch.frames:
+                    call = self._calls.get(frame.call)
+                    if call is None:
+                        continue
+                    if frame.HasField("message"):
+                        call.messages.append(frame.message)
+                    else:
+                        call.status = frame.status
+                        del self._calls[call.number]
+                    call.stir()
+        except grpc.aio.AioRpcError as error:
+            why = error.code().name
+        finally:
+            self._end(why)
+
+    async def _write(self) -> None:
+        try:
+            while frames := await self.out.take():
+                await self._stream.write(self._make_batch(frames=frames))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The reader is told why.
+            pass
+        finally:
+            self._stream.cancel()
+
+    def _end(self, why: str) -> None:
+        self.ended = True
+        self.out.close()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.broken = call.broken or why
+            call.stir()
+
+    async def close(self) -> None:
+        self._stream.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+
+class Caller:
+    """Calls one worker's method."""
+
+    def __init__(self, attach: Attach, make_batch: Callable[..., Any]) -> None:
+        """Take what opens a stream, and the class of the messages that go out on it."""
+        self._attach = attach
+        self._make_batch = make_batch
+        self._session: _Session | None = None
+        self._former: set[asyncio.Task[None]] = set()
+
+    async def call(
+        self, request: bytes, timeout_s: float, metadata: Iterable[tuple[str, str]] = ()
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the serialized responses. Raises CallEnded, CallBroken; closing early cancels the call."""
+        session = self._current()
+        call = session.open(request, timeout_s, metadata)
+        timer = asyncio.get_running_loop().call_later(timeout_s, call.expire)
+        messages = call.messages
+        try:
+            while True:
+                while messages:
+                    message = messages.popleft()
+                    session.took(call, len(message))
+                    yield message
+                if call.status is not None:
+                    if call.status:
+                        raise CallEnded(status_pb2.Status.FromString(call.status))
+                    return
+                if call.broken:
+                    raise CallBroken(call.broken)
+                await call.news()
+        finally:
+            timer.cancel()
+            session.leave(call)
+
+    async def close(self) -> None:
+        """End the stream; calls on it break."""
+        if self._session is not None:
+            await self._session.close()
+        if self._former:
+            await asyncio.wait(self._former)
+
+    def _current(self) -> _Session:
+        session = self._session
+        if session is None or session.ended:
+            if session is not None:
+                task = asyncio.create_task(session.close())
+                self._former.add(task)
+                task.add_done_callback(self._former.discard)
+            session = self._session = _Session(self._attach(), self._make_batch)
+        return session
