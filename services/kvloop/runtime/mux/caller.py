@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf import duration_pb2
 from google.rpc import status_pb2
 
 from kvloop.runtime.mux.frames import WINDOW_BYTES, Outbox
@@ -91,11 +92,11 @@ class _Session:
     def open(self, request: bytes, timeout_s: float, metadata: Iterable[tuple[str, str]]) -> _Call:
         call = _Call(next(self._numbers))
         self._calls[call.number] = call
-        frame = attach_pb2.CallFrame(
-            call=call.number, open=attach_pb2.CallOpen(request=request, metadata=dict(metadata))
-        )
-        frame.open.left_time.FromNanoseconds(int(timeout_s * 1e9))
-        self.out.put(frame, len(request))
+        left = duration_pb2.Duration(seconds=int(timeout_s), nanos=int(timeout_s % 1 * 1e9))
+        opened = attach_pb2.CallOpen(request=request, left_time=left)
+        if metadata:
+            opened.metadata.update(metadata)
+        self.out.put(attach_pb2.CallFrame(call=call.number, open=opened), len(request))
         return call
 
     def took(self, call: _Call, size: int) -> None:
