@@ -15,7 +15,7 @@ import grpc
 from kvloop.runtime import tracing
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error, from_status, unexplained
-from kvloop.runtime.mux.caller import CallBroken, CallEnded, Caller
+from kvloop.runtime.mux.caller import Caller, CallFailed
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -76,14 +76,18 @@ class LegFailed(Exception):
         return self.answered and self.failure.reason == Reason.ERROR_REASON_LEASE_NOT_FOUND
 
 
-def _leg_failed(error: grpc.RpcError | CallEnded | CallBroken) -> LegFailed:
+def _leg_failed(error: grpc.RpcError) -> LegFailed:
+    return _judged(from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED))
+
+
+def _carried_leg_failed(failed: CallFailed) -> LegFailed:
     unknown = Reason.ERROR_REASON_UNSPECIFIED
-    if isinstance(error, CallEnded):
-        failure = from_status(error.status, unknown)
-    elif isinstance(error, CallBroken):
-        failure = unexplained(str(error), unknown)
-    else:
-        failure = from_rpc_error(error, unknown)
+    if failed.status is None:
+        return _judged(unexplained(failed.code, unknown))
+    return _judged(from_status(failed.status, unknown))
+
+
+def _judged(failure: Failure) -> LegFailed:
     if failure.reason != Reason.ERROR_REASON_UNSPECIFIED:
         return LegFailed(failure, answered=True)
     worker = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: {failure.message}")
@@ -102,7 +106,9 @@ class PrefillLink:
     def __init__(self, endpoint: str) -> None:
         self._channel = open_channel(endpoint)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
-        self._caller = Caller(self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest)
+        self._caller = Caller(
+            self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest, _carried_leg_failed
+        )
         self._attach = False
         """Whether the worker has the stream, as it last said."""
 
@@ -124,12 +130,9 @@ class PrefillLink:
         self, request: prefill_service_pb2.PrefillRequest, timeout_s: float
     ) -> prefill_service_pb2.PrefillResponse:
         call = self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
-        try:
-            async with aclosing(call):
-                async for raw in call:
-                    return prefill_service_pb2.PrefillResponse.FromString(raw)
-        except (CallEnded, CallBroken) as error:
-            raise _leg_failed(error) from None
+        async with aclosing(call):
+            async for raw in call:
+                return prefill_service_pb2.PrefillResponse.FromString(raw)
         raise timed_out("answer")
 
     async def release(self, request_id: str, timeout_s: float) -> bool:
@@ -167,23 +170,23 @@ class DecodeLink:
         self._decode: Any = self._channel.unary_stream(
             _DECODE, request_serializer=decode_service_pb2.DecodeRequest.SerializeToString
         )
-        self._caller = Caller(self._stub.Attach, decode_service_pb2.DecodeServiceAttachRequest)
+        self._caller = Caller(
+            self._stub.Attach, decode_service_pb2.DecodeServiceAttachRequest, _carried_leg_failed
+        )
         self._attach = False
         """Whether the worker has the stream, as it last said."""
 
-    async def decode(
+    def decode(
         self, request: decode_service_pb2.DecodeRequest, timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
         """Yield serialized DecodeResponses. Raises LegFailed; closing early cancels the call."""
         if self._attach:
-            carried = self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
-            try:
-                async with aclosing(carried):
-                    async for raw in carried:
-                        yield raw
-            except (CallEnded, CallBroken) as error:
-                raise _leg_failed(error) from None
-            return
+            return self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
+        return self._called(request, timeout_s)
+
+    async def _called(
+        self, request: decode_service_pb2.DecodeRequest, timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
         call = self._decode(request, timeout=timeout_s, metadata=tracing.outgoing())
         try:
             async for raw in call:

@@ -1,6 +1,6 @@
 """The caller's end: calls as async generators, on a stream that is opened when it is needed.
 
-A stream that breaks ends every call on it with CallBroken; the next call opens another one. Nobody's call
+A stream that breaks ends every call on it; the next call opens another one. Nobody's call
 waits for another's: frames are sorted as they come, and each caller takes its own at its own pace.
 """
 
@@ -8,6 +8,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -18,16 +19,14 @@ from kvloop.runtime.mux.frames import WINDOW_BYTES, Outbox
 from kvloop.v1alpha1 import attach_pb2
 
 
-class CallBroken(Exception):
-    """The call has no answer: the stream broke, or the time was over. The other end may still be at it."""
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """Why a call has no answer."""
 
-
-class CallEnded(Exception):
-    """The other end itself ended the call, with a status that is not OK."""
-
-    def __init__(self, status: status_pb2.Status) -> None:
-        super().__init__(status.message)
-        self.status = status
+    status: status_pb2.Status | None
+    """With which the other end ended it; None when the stream broke, or the time was over."""
+    code: str = ""
+    """Without a status: the name of the gRPC code that says it best."""
 
 
 class Batch(Protocol):
@@ -156,17 +155,20 @@ class _Session:
 class Caller:
     """Calls one worker's method."""
 
-    def __init__(self, attach: Attach, make_batch: Callable[..., Any]) -> None:
-        """Take what opens a stream, and the class of the messages that go out on it."""
+    def __init__(
+        self, attach: Attach, make_batch: Callable[..., Any], failed: Callable[[CallFailed], Exception]
+    ) -> None:
+        """Take what opens a stream, the class of its messages, and what makes an exception of a failed call."""
         self._attach = attach
         self._make_batch = make_batch
+        self._failed = failed
         self._session: _Session | None = None
         self._former: set[asyncio.Task[None]] = set()
 
     async def call(
         self, request: bytes, timeout_s: float, metadata: Iterable[tuple[str, str]] = ()
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the serialized responses. Raises CallEnded, CallBroken; closing early cancels the call."""
+        """Yield the serialized responses; closing early cancels the call."""
         session = self._current()
         call = session.open(request, timeout_s, metadata)
         timer = asyncio.get_running_loop().call_later(timeout_s, call.expire)
@@ -179,10 +181,10 @@ class Caller:
                     yield message
                 if call.status is not None:
                     if call.status:
-                        raise CallEnded(status_pb2.Status.FromString(call.status))
+                        raise self._failed(CallFailed(status_pb2.Status.FromString(call.status)))
                     return
                 if call.broken:
-                    raise CallBroken(call.broken)
+                    raise self._failed(CallFailed(None, call.broken))
                 await call.news()
         finally:
             timer.cancel()
