@@ -96,7 +96,7 @@ class _Stream:
     def __init__(self, carrier: "Carrier", context: Any) -> None:
         self._carrier = carrier
         self._context = context
-        self._calls: dict[int, tuple[asyncio.Task[status_pb2.Status], _Room]] = {}
+        self._calls: dict[int, tuple[asyncio.Task[None], _Room]] = {}
         self._read_to_end = False
         self.out: Outbox[attach_pb2.AnswerFrame] = Outbox()
 
@@ -143,25 +143,27 @@ class _Stream:
         elif event == "taken_bytes":
             call[1].taken(frame.taken_bytes)
 
-    async def _serve(self, number: int, opened: attach_pb2.CallOpen, room: _Room) -> status_pb2.Status:
-        """Return how the call ended."""
+    async def _serve(self, number: int, opened: attach_pb2.CallOpen, room: _Room) -> None:
+        status = status_pb2.Status()
         try:
             context = CallContext(self._context, opened)
             async with asyncio.timeout(max(0.0, context.time_remaining())):
                 await self._carry(number, opened.request, context, room)
         except _Aborted as aborted:
-            return aborted.status
+            status = aborted.status
         except TimeoutError:
-            return status_pb2.Status(code=code_pb2.DEADLINE_EXCEEDED)
+            status = status_pb2.Status(code=code_pb2.DEADLINE_EXCEEDED)
         except Exception as error:  # noqa: BLE001 - the boundary of the call
             _log.error("call_failed", error=type(error).__name__, exc_info=error)
-            return status_pb2.Status(code=code_pb2.INTERNAL)
-        return status_pb2.Status()
+            status = status_pb2.Status(code=code_pb2.INTERNAL)
+        # In the same step as the last message, so that both go out in one.
+        self._end(number, status)
 
-    def _served(self, number: int, call: "asyncio.Task[status_pb2.Status]") -> None:
+    def _served(self, number: int, call: "asyncio.Task[None]") -> None:
         # A callback of the task, since one that is cancelled before its first step never runs.
         del self._calls[number]
-        self._end(number, status_pb2.Status(code=code_pb2.CANCELLED) if call.cancelled() else call.result())
+        if call.cancelled():
+            self._end(number, status_pb2.Status(code=code_pb2.CANCELLED))
         self.end_if_idle()
 
     async def _carry(self, number: int, request: bytes, context: CallContext, room: _Room) -> None:
