@@ -123,7 +123,9 @@ async def test_the_method_sees_deadline_and_metadata() -> None:
 
     async with rig(look) as r:
         request = decode_service_pb2.DecodeRequest(request_id="call").SerializeToString()
-        assert [text_of(raw) async for raw in r.caller.call(request, 12.5, (("traceparent", "00-1"),))] == [b"done"]
+        assert [text_of(raw) async for raw in r.caller.call(request, 12.5, (("traceparent", "00-1"),))] == [
+            b"done"
+        ]
     [(left, metadata)] = seen
     assert 0 < left <= 12.5
     assert metadata["traceparent"] == "00-1"
@@ -139,7 +141,11 @@ async def test_failures_keep_their_reason_and_field() -> None:
             await within(r.texts("call"))
         assert failed.value.status is not None
         failure = from_status(failed.value.status, Reason.ERROR_REASON_UNSPECIFIED)
-        assert (failure.reason_name, failure.field, failure.message) == ("INVALID_FIELD", "sampling.n", "only 1")
+        assert (failure.reason_name, failure.field, failure.message) == (
+            "INVALID_FIELD",
+            "sampling.n",
+            "only 1",
+        )
         with pytest.raises(Failed) as garbage:
             await within(anext(r.caller.call(b"\xff\xff", 10)))
         assert reason(garbage.value) == "INVALID_FIELD"
@@ -182,7 +188,7 @@ async def test_a_worker_that_dies_ends_all_calls_and_is_found_again() -> None:
 
         await r.serve_again()
         async with asyncio.timeout(20):
-            while not await again():
+            while not await again():  # noqa: ASYNC110 - only calling tells
                 await asyncio.sleep(0.05)
 
 

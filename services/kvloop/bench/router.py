@@ -1,7 +1,7 @@
 """What a router costs: time added to the first chunk, CPU per turn and chunk, memory, questions to the store.
 
-Everything is compared within one run, in alternation, so that whatever else the machine does hits all alike. The
-router is a process of its own, and so is everything that it talks to; its CPU time and memory are the
+Everything is compared within one run, in alternation, so that whatever else the machine does hits all alike.
+The router is a process of its own, and so is everything that it talks to; its CPU time and memory are the
 kernel's figures for that process.
 """
 
@@ -125,9 +125,14 @@ async def play_many(way: Way, talks: Sequence[Talk], turns: int) -> tuple[int, i
 
 
 async def cpu(
-    ways: Mapping[str, tuple[Way, Process]], prompt_tokens: int, *, conversations: int, turns: int, rounds: int
+    ways: Mapping[str, tuple[Way, Process]],
+    prompt_tokens: int,
+    *,
+    conversations: int,
+    turns: int,
+    rounds: int,
 ) -> list[Measured]:
-    """Return the CPU time of each way's process over turns of 32 chunks, a stretch per round, in alternation."""
+    """Return the CPU time of each way's process over turns of 32 chunks, stretch by stretch."""
     talks = {name: [talk(prompt_tokens, CHUNKS, VOCABULARY) for _ in range(conversations)] for name in ways}
     for name, (way, _) in ways.items():
         await play_many(way, talks[name], 2 * conversations)
@@ -239,6 +244,11 @@ def missed(record: Mapping[str, Any]) -> list[str]:
         value = found(record, name)
         if value > target if bound == "at most" else value < target:
             sentences.append(f"{name} is {value:,.3g}, {bound} {target:,} wanted")
+    rates = record["turns_per_cpu_second"]
+    if rates["router"] <= rates.get("vllm-router", 0):
+        sentences.append(
+            f"vllm-router serves {rates['vllm-router']} turns of 24k per CPU second, we {rates['router']}"
+        )
     slope_of = record["memory_slope"]
     if slope_of["ci_low"] > 0:
         sentences.append(f"memory grows by {slope_of['bytes_per_turn']} bytes per turn")

@@ -35,7 +35,7 @@ async def serve(prefill_endpoint: str, decode_endpoint: str, ready: Path) -> Non
 
     service, _, method = PASS.removeprefix("/").partition("/")
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    handlers = {method: grpc.unary_stream_rpc_method_handler(generate)}
+    handlers: dict[str, Any] = {method: grpc.unary_stream_rpc_method_handler(generate)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

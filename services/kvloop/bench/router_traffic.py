@@ -253,4 +253,3 @@ async def facts(prefill: str, decode: str) -> Workers:
         )
         answer = await ask(decode_service_pb2.DecodeServiceGetInfoRequest(), timeout=TIMEOUT_S)
     return Workers(prefill, decode, answer.info.epoch, answer.info.block_size)
-

@@ -139,7 +139,8 @@ def serve(name: str, settings: Any, ready_file: Path | None, log_level: str) -> 
 def _spare_collections() -> None:
     """Have the collector look at what turns make, not again and again at all that was loaded.
 
-    Turns leave few cycles: with Python's own threshold, looking for them takes several percent of a router's time.
+    Turns leave few cycles: with Python's own threshold, looking for them takes some percent of a router's
+    time.
     """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,8 @@
 """`kvloop bench router`: what a router costs, on simulated engines and a real store."""
 
+import asyncio
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -16,7 +18,7 @@ from kvloop.cli.errors import EXIT_FAILED, say, sentences, write_line
 
 if TYPE_CHECKING:
     from kvloop.bench.router import Process
-    from kvloop.bench.router_traffic import Workers
+    from kvloop.bench.router_traffic import Way, Workers
     from kvloop.cli.supervisor.fleet import Fleet
 
 _BLOCK = 128
@@ -38,18 +40,27 @@ def router(
     long_turns: Annotated[int, typer.Option(min=50, help="The same, 24k tokens.")] = 800,
     memory_turns: Annotated[int, typer.Option(min=5000, help="Turns for the memory slope.")] = 50_000,
     memory_limit_s: Annotated[float, typer.Option(min=5, help="Fewer turns when these take longer.")] = 240.0,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes.")] = Path("out/router.json"),
+    vllm_router: Annotated[
+        Path | None,
+        typer.Option(metavar="PROGRAM", help="A vllm-router to compare with. [default: on the PATH]"),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes.")] = Path(
+        "out/router.json"
+    ),
 ) -> None:
     """Measure the router as a process of its own, in about eight minutes."""
     import uvloop
 
     from kvloop.bench.router import missed
 
-    plan = _Plan(pairs, turns, long_turns, memory_turns, memory_limit_s)
+    found = str(vllm_router.absolute()) if vllm_router is not None else shutil.which("vllm-router")
+    plan = _Plan(pairs, turns, long_turns, memory_turns, memory_limit_s, found)
     record = uvloop.run(_measure(plan))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    write_line(sys.stdout, json.dumps({key: value for key, value in record.items() if key != "samples"}, indent=2))
+    write_line(
+        sys.stdout, json.dumps({key: value for key, value in record.items() if key != "samples"}, indent=2)
+    )
     problems = missed(record)
     for problem in problems:
         say(problem)
@@ -63,6 +74,7 @@ class _Plan:
     long_turns: int
     memory_turns: int
     memory_limit_s: float
+    vllm_router: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,45 @@ async def _pass_through(stand: _Stand, folder: Path) -> AsyncIterator[tuple[str,
         yield endpoint, Process(part.pid)
     finally:
         await part.stop(2.0)
+
+
+@asynccontextmanager
+async def _vllm_router(
+    program: str | None, folder: Path
+) -> AsyncIterator[dict[str, tuple["Way", "Process"]]]:
+    """Yield vllm-router as a way of turns, over workers of its own kind; nothing where there is none."""
+    if program is None:
+        yield {}
+        return
+    from kvloop.bench import router_peer
+    from kvloop.bench.router import Process
+    from kvloop.cli.supervisor.part import Command, Part
+    from kvloop.cli.supervisor.plan import part_environment
+    from kvloop.metastore.embedded import free_port
+
+    workers, peer = Part("http-workers", folder), Part("vllm-router", folder)
+    environment = part_environment({}, ())
+    serve = [sys.executable, "-m", router_peer.__name__, str(workers.ready_path)]
+    ports = free_port(), free_port()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(workers.stop, 2.0)
+        await workers.spawn(Command(serve, environment))
+        decode = await workers.wait_ready(30)
+        arguments = [program, "--vllm-pd-disaggregation", "--policy", "round_robin"]
+        arguments += ["--prefill", f"http://{workers.facts['prefill']}", "--decode", f"http://{decode}"]
+        arguments += ["--kv-connector", "nixl", "--host", "127.0.0.1", "--port", str(ports[0])]
+        arguments += ["--prometheus-port", str(ports[1]), "--log-level", "warning"]
+        stack.push_async_callback(peer.stop, 2.0)
+        await peer.spawn(Command(arguments, environment))
+        way = router_peer.ThroughVllmRouter(f"http://127.0.0.1:{ports[0]}")
+        stack.push_async_callback(way.close)
+        async with asyncio.timeout(60):
+            while not await way.ready():
+                if not peer.running:
+                    raise peer.failure()
+                await asyncio.sleep(0.1)
+        assert peer.pid is not None
+        yield {"vllm-router": (way, Process(peer.pid))}
 
 
 async def _measure(plan: _Plan) -> dict[str, Any]:
@@ -170,18 +221,27 @@ async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
     async with (
         _stand("paced", folder) as stand,
         _pass_through(stand, folder) as (endpoint, passing),
+        _vllm_router(plan.vllm_router, folder) as peers,
         AsyncExitStack() as stack,
     ):
-        through, passed = ThroughRouter(stand.fleet.endpoint("router-0")), PassedThrough(stand.workers, endpoint)
+        through, passed = (
+            ThroughRouter(stand.fleet.endpoint("router-0")),
+            PassedThrough(stand.workers, endpoint),
+        )
         stack.push_async_callback(through.close)
         stack.push_async_callback(passed.close)
-        ways: dict[str, tuple[Way, Process]] = {"router": (through, stand.router), "pass-through": (passed, passing)}
+        ways: dict[str, tuple[Way, Process]] = {
+            "router": (through, stand.router),
+            "pass-through": (passed, passing),
+        }
         say(f"CPU, 500 tokens, {plan.turns:,} turns each way")
         short = await measure.cpu(ways, measure.SHORT, conversations=64, turns=plan.turns, rounds=4)
         say(f"CPU, 24k tokens, {plan.long_turns:,} turns each way")
-        long = await measure.cpu(ways, measure.LONG, conversations=24, turns=plan.long_turns, rounds=4)
+        long = await measure.cpu(
+            ways | peers, measure.LONG, conversations=24, turns=plan.long_turns, rounds=4
+        )
     each = {name: round(measure.per_turn_ms(short, name), 3) for name in ways}
-    long_each = {name: round(measure.per_turn_ms(long, name), 3) for name in ways}
+    long_each = {name: round(measure.per_turn_ms(long, name), 3) for name in ways | peers}
     return {
         "cpu_per_turn_vs_passthrough": round(each["router"] / each["pass-through"], 3),
         "cpu_per_turn_ms": {"500": each, "24k": long_each},
@@ -189,7 +249,7 @@ async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
         "chunks_per_turn": {
             name: round(sum(m.chunks for m in short if m.way == name) / plan.turns, 1) for name in ways
         },
+        "vllm_router": "measured" if peers else "not installed",
         "turns_per_cpu_second": {name: round(1000 / spent) for name, spent in long_each.items()},
         "samples": {"cpu_500": [m.as_dict() for m in short], "cpu_24k": [m.as_dict() for m in long]},
     }
-

@@ -38,7 +38,8 @@ class Batch(Protocol):
         ...
 
 
-Attach = Callable[[], "grpc.aio.StreamStreamCall[Any, Batch]"]
+Attach = Callable[[], Any]
+"""Opens a stream: a stub's method."""
 
 
 class _Call:
@@ -79,7 +80,9 @@ class _Call:
 class _Session:
     """The life of one stream."""
 
-    def __init__(self, stream: "grpc.aio.StreamStreamCall[Any, Batch]", make_batch: Callable[..., Any]) -> None:
+    def __init__(
+        self, stream: "grpc.aio.StreamStreamCall[Any, Batch]", make_batch: Callable[..., Any]
+    ) -> None:
         self._stream = stream
         self._make_batch = make_batch
         self._calls: dict[int, _Call] = {}
@@ -158,7 +161,7 @@ class Caller:
     def __init__(
         self, attach: Attach, make_batch: Callable[..., Any], failed: Callable[[CallFailed], Exception]
     ) -> None:
-        """Take what opens a stream, the class of its messages, and what makes an exception of a failed call."""
+        """Take what opens a stream, the class of its messages, and what makes a failed call's exception."""
         self._attach = attach
         self._make_batch = make_batch
         self._failed = failed

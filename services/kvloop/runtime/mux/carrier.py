@@ -1,8 +1,8 @@
 """The end that serves: every call runs in a task of its own, through the service's own method.
 
 The method does not notice: it gets a context that tells the time left and the metadata, and ends the call by
-abort_with_status, as on a call of its own. Without calls, a stream ends once the worker drains; with a stream,
-so do its calls.
+abort_with_status, as on a call of its own. A stream that carries no call ends once the worker drains; when a
+stream breaks, its calls are cancelled.
 """
 
 import asyncio

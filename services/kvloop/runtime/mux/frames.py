@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 WINDOW_BYTES = 256 * 1024
 """Of one call's messages that were sent and not taken; one message more may always be on its way."""
 BATCH_BYTES = 1024 * 1024
-"""A message is not filled beyond this, so that a few large requests don't hold up everybody's small frames."""
+"""A message is not filled beyond this, so that large requests don't hold up everybody's small frames."""
 MAX_CALLS = 4096
 """On one stream at a time."""
 
