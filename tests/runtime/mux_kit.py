@@ -53,13 +53,17 @@ class Worker(decode_service_pb2_grpc.DecodeServiceServicer):
         self.calls: dict[str, Answering] = {}
         self.cancelled: set[str] = set()
         self.streams = 0
-        self.batches: list[int] = []
-        """Frames of each message that went out."""
+        self._made: list[decode_service_pb2.DecodeServiceAttachResponse] = []
         self.carrier = Carrier(self.Decode, decode_service_pb2.DecodeRequest, self._batch)
 
-    def _batch(self, frames: list[Any]) -> decode_service_pb2.DecodeServiceAttachResponse:
-        self.batches.append(len(frames))
-        return decode_service_pb2.DecodeServiceAttachResponse(frames=frames)
+    @property
+    def batches(self) -> list[int]:
+        """Frames of each message that went out."""
+        return [len(batch.frames) for batch in self._made]
+
+    def _batch(self) -> decode_service_pb2.DecodeServiceAttachResponse:
+        self._made.append(decode_service_pb2.DecodeServiceAttachResponse())
+        return self._made[-1]
 
     @stream
     async def Decode(  # noqa: N802

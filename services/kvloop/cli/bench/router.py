@@ -119,7 +119,7 @@ async def _pass_through(stand: _Stand, folder: Path) -> AsyncIterator[tuple[str,
     arguments += [stand.workers.decode, str(part.ready_path)]
     await part.spawn(Command(arguments, part_environment({}, ())))
     try:
-        endpoint = await part.wait_ready(30)
+        endpoint = await part.wait_ready(120)
         assert part.pid is not None
         yield endpoint, Process(part.pid)
     finally:
@@ -147,7 +147,7 @@ async def _vllm_router(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(workers.stop, 2.0)
         await workers.spawn(Command(serve, environment))
-        decode = await workers.wait_ready(30)
+        decode = await workers.wait_ready(120)
         arguments = [program, "--vllm-pd-disaggregation", "--policy", "round_robin"]
         arguments += ["--prefill", f"http://{workers.facts['prefill']}", "--decode", f"http://{decode}"]
         arguments += ["--kv-connector", "nixl", "--host", "127.0.0.1", "--port", str(ports[0])]
@@ -156,7 +156,7 @@ async def _vllm_router(
         await peer.spawn(Command(arguments, environment))
         way = router_peer.ThroughVllmRouter(f"http://127.0.0.1:{ports[0]}")
         stack.push_async_callback(way.close)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not await way.ready():
                 if not peer.running:
                     raise peer.failure()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf import duration_pb2
 from google.rpc import status_pb2
 
 from kvloop.runtime.mux.frames import WINDOW_BYTES, Outbox
@@ -40,6 +39,25 @@ class Batch(Protocol):
 
 Attach = Callable[[], Any]
 """Opens a stream: a stub's method."""
+
+
+Fill = Callable[[attach_pb2.CallFrame], None]
+"""Writes a frame where it goes out: a large request is copied once, not once per message around it."""
+
+
+def _taken(number: int, size: int) -> Fill:
+    def fill(frame: attach_pb2.CallFrame) -> None:
+        frame.call, frame.taken_bytes = number, size
+
+    return fill
+
+
+def _cancelled(number: int) -> Fill:
+    def fill(frame: attach_pb2.CallFrame) -> None:
+        frame.call = number
+        frame.cancel.SetInParent()
+
+    return fill
 
 
 class _Call:
@@ -87,29 +105,34 @@ class _Session:
         self._make_batch = make_batch
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self.out: Outbox[attach_pb2.CallFrame] = Outbox()
+        self.out: Outbox[Fill] = Outbox()
         self.ended = False
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     def open(self, request: bytes, timeout_s: float, metadata: Iterable[tuple[str, str]]) -> _Call:
         call = _Call(next(self._numbers))
         self._calls[call.number] = call
-        left = duration_pb2.Duration(seconds=int(timeout_s), nanos=int(timeout_s % 1 * 1e9))
-        opened = attach_pb2.CallOpen(request=request, left_time=left)
-        if metadata:
-            opened.metadata.update(metadata)
-        self.out.put(attach_pb2.CallFrame(call=call.number, open=opened), len(request))
+
+        def fill(frame: attach_pb2.CallFrame) -> None:
+            frame.call = call.number
+            opened = frame.open
+            opened.request = request
+            opened.left_time.seconds, opened.left_time.nanos = int(timeout_s), int(timeout_s % 1 * 1e9)
+            if metadata:
+                opened.metadata.update(metadata)
+
+        self.out.put(fill, len(request))
         return call
 
     def took(self, call: _Call, size: int) -> None:
         call.untold += size
         if call.untold >= WINDOW_BYTES // 2 and not call.over:
-            self.out.put(attach_pb2.CallFrame(call=call.number, taken_bytes=call.untold))
+            self.out.put(_taken(call.number, call.untold))
             call.untold = 0
 
     def leave(self, call: _Call) -> None:
         if self._calls.pop(call.number, None) is not None and call.status is None:
-            self.out.put(attach_pb2.CallFrame(call=call.number, cancel=attach_pb2.CallCancel()))
+            self.out.put(_cancelled(call.number))
 
     async def _read(self) -> None:
         why = "UNAVAILABLE"
@@ -132,8 +155,11 @@ class _Session:
 
     async def _write(self) -> None:
         try:
-            while frames := await self.out.take():
-                await self._stream.write(self._make_batch(frames=frames))
+            while fills := await self.out.take():
+                batch = self._make_batch()
+                for fill in fills:
+                    fill(batch.frames.add())
+                await self._stream.write(batch)
         except (grpc.RpcError, asyncio.InvalidStateError):
             # The reader is told why.
             pass

@@ -8,7 +8,7 @@ stream breaks, its calls are cancelled.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 from google.rpc import code_pb2, status_pb2
@@ -66,6 +66,15 @@ class CallContext:
         return getattr(self._stream, name)
 
 
+class _Answer(NamedTuple):
+    """A frame to go out."""
+
+    number: int
+    message: bytes
+    status: bytes | None
+    """At the end, instead of a message."""
+
+
 class _Room:
     """How much more of a call's messages may be sent."""
 
@@ -98,7 +107,7 @@ class _Stream:
         self._context = context
         self._calls: dict[int, tuple[asyncio.Task[None], _Room]] = {}
         self._read_to_end = False
-        self.out: Outbox[attach_pb2.AnswerFrame] = Outbox()
+        self.out: Outbox[_Answer] = Outbox()
 
     async def read(self, batches: AsyncIterator[Batch]) -> None:
         try:
@@ -179,10 +188,10 @@ class _Stream:
 
     def _send(self, number: int, message: bytes, room: _Room) -> None:
         room.sent(len(message))
-        self.out.put(attach_pb2.AnswerFrame(call=number, message=message), len(message))
+        self.out.put(_Answer(number, message, None), len(message))
 
     def _end(self, number: int, status: status_pb2.Status) -> None:
-        self.out.put(attach_pb2.AnswerFrame(call=number, status=status.SerializeToString()))
+        self.out.put(_Answer(number, b"", status.SerializeToString()))
 
 
 class Carrier:
@@ -204,8 +213,16 @@ class Carrier:
         self._streams.add(stream)
         reading = asyncio.create_task(stream.read(batches))
         try:
-            while frames := await stream.out.take():
-                yield self._make_batch(frames=frames)
+            while answers := await stream.out.take():
+                batch = self._make_batch()
+                for number, message, status in answers:
+                    frame = batch.frames.add()
+                    frame.call = number
+                    if status is None:
+                        frame.message = message
+                    else:
+                        frame.status = status
+                yield batch
             if reading.done():
                 reading.result()
         finally:
