@@ -29,8 +29,8 @@ async def serve(prefill_endpoint: str, decode_endpoint: str, ready: Path) -> Non
     async def generate(request: bytes, _: Any) -> AsyncIterator[bytes]:
         size = 4 + int.from_bytes(request[:4], "little")
         tail, shared = request[4:size], request[size:]
-        prefilled = await prefill(shared + tail, timeout=TIMEOUT_S)
-        async for raw in decode(shared + as_handle(prefilled), timeout=TIMEOUT_S):
+        prefilled = await prefill(shared + tail, timeout=TIMEOUT_S, wait_for_ready=True)
+        async for raw in decode(shared + as_handle(prefilled), timeout=TIMEOUT_S, wait_for_ready=True):
             yield raw
 
     service, _, method = PASS.removeprefix("/").partition("/")

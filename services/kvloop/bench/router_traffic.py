@@ -108,7 +108,9 @@ class ThroughRouter:
             )
             request = self._requests[talk.conversation_id] = message.SerializeToString()
         begun = time.perf_counter()
-        first_ms, chunks, last = await _read(self._generate(request, timeout=TIMEOUT_S), begun)
+        first_ms, chunks, last = await _read(
+            self._generate(request, timeout=TIMEOUT_S, wait_for_ready=True), begun
+        )
         summary = router_service_pb2.GenerateResponse.FromString(last).summary
         _check(summary.output_tokens, talk)
         return Played(first_ms, chunks)
@@ -180,8 +182,8 @@ class PastRouter(_Told):
         """See Way."""
         shared, tail = self._requests(talk)
         begun = time.perf_counter()
-        prefilled = await self._prefill(shared + tail, timeout=TIMEOUT_S)
-        call = self._decode(shared + as_handle(prefilled), timeout=TIMEOUT_S)
+        prefilled = await self._prefill(shared + tail, timeout=TIMEOUT_S, wait_for_ready=True)
+        call = self._decode(shared + as_handle(prefilled), timeout=TIMEOUT_S, wait_for_ready=True)
         first_ms, chunks, last = await _read(call, begun)
         self._finish(talk, last)
         return Played(first_ms, chunks)
@@ -205,7 +207,9 @@ class PassedThrough(_Told):
         shared, tail = self._requests(talk)
         begun = time.perf_counter()
         request = len(tail).to_bytes(4, "little") + tail + shared
-        first_ms, chunks, last = await _read(self._generate(request, timeout=TIMEOUT_S), begun)
+        first_ms, chunks, last = await _read(
+            self._generate(request, timeout=TIMEOUT_S, wait_for_ready=True), begun
+        )
         self._finish(talk, last)
         return Played(first_ms, chunks)
 
@@ -251,5 +255,7 @@ async def facts(prefill: str, decode: str) -> Workers:
             request_serializer=decode_service_pb2.DecodeServiceGetInfoRequest.SerializeToString,
             response_deserializer=decode_service_pb2.DecodeServiceGetInfoResponse.FromString,
         )
-        answer = await ask(decode_service_pb2.DecodeServiceGetInfoRequest(), timeout=TIMEOUT_S)
+        answer = await ask(
+            decode_service_pb2.DecodeServiceGetInfoRequest(), timeout=TIMEOUT_S, wait_for_ready=True
+        )
     return Workers(prefill, decode, answer.info.epoch, answer.info.block_size)
