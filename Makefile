@@ -42,7 +42,7 @@ $(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
 	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -86,6 +86,9 @@ bench-store: setup-fast ## The directory against raw GET and SET; writes out/sto
 
 bench-leases: model ## Leases: BeginRead, idle CPU, memory pressure, on real vLLM, up to 10 minutes; writes out/leases.json
 	@$(BIN)/kvloop bench leases --max-model-len 2048
+
+bench-router: setup-fast ## The router's time, CPU and memory on simulated engines, under 10 minutes; writes out/router.json
+	@$(BIN)/kvloop bench router
 
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \

@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvloop.runtime import tokens
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.digests import COARSE_BYTES, coarse_lengths, prefix_digests
 from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.mux.carrier import Carrier
 from kvloop.runtime.servicing import stream, unary
 from kvloop.v1alpha1 import (
     decode_service_pb2,
@@ -53,6 +54,7 @@ def make_info(role: "worker_pb2.WorkerRole.ValueType", name: str) -> worker_pb2.
         compatibility="c1",
         bidirectional_kv_xfer=True,
         kv_recompute_threshold=2 * BLOCK,
+        attach=True,
     )
 
 
@@ -94,7 +96,18 @@ class FakePrefill(prefill_service_pb2_grpc.PrefillServiceServicer):
         self.on_prefill: Hook | None = None
         """Called (and awaited) ahead of each answer; what it raises is the answer."""
         self.cancelled = 0
+        self.streams = 0
+        self._carrier = Carrier(
+            self.Prefill, prefill_service_pb2.PrefillRequest, prefill_service_pb2.PrefillServiceAttachResponse
+        )
         self.host = Served(lambda s: prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self, s))
+
+    @stream
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.streams += 1
+        async with aclosing(self._carrier.serve(request_iterator, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     @unary
     async def Prefill(  # noqa: N802
@@ -166,7 +179,18 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
         """Added to the text of every chunk."""
         self._directory = directory
         self._prefills = prefills
+        self.streams = 0
+        self._carrier = Carrier(
+            self.Decode, decode_service_pb2.DecodeRequest, decode_service_pb2.DecodeServiceAttachResponse
+        )
         self.host = Served(lambda s: decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self, s))
+
+    @stream
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.streams += 1
+        async with aclosing(self._carrier.serve(request_iterator, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     @stream
     async def Decode(  # noqa: N802

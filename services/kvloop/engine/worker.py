@@ -94,6 +94,7 @@ def worker_info(facts: EngineFacts, role: Role, worker_id: str) -> worker_pb2.Wo
         side_channel=facts.side_channel,
         transfer_backends=facts.transfer_backends,
         prefix_caching=facts.prefix_caching,
+        attach=True,
     )
     if role == "decode" and facts.hold_s:
         info.hold_time.FromNanoseconds(int(facts.hold_s * 1e9))

@@ -1,7 +1,6 @@
 """RouterService: who calls, what is let in, and which attempt of a request is the newest."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc
 
@@ -11,7 +10,7 @@ from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn
 from kvloop.runtime import tracing
 from kvloop.runtime.errors import Failure, Reason
-from kvloop.runtime.servicing import Context, stream, time_left_s, unary
+from kvloop.runtime.servicing import Context, time_left_s, unary, written
 from kvloop.v1alpha1 import router_service_pb2
 
 SERVICE = "kvloop.v1alpha1.RouterService"
@@ -61,10 +60,10 @@ class RouterServicer:
             },
         )
 
-    @stream
+    @written
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: router_service_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[bytes]:
+    ) -> None:
         """Serve one turn. Nothing, headers included, is sent before the first chunk."""
         try:
             tenant = self._tenant(context)
@@ -78,7 +77,7 @@ class RouterServicer:
             task = self._start(turn, relay)
         try:
             async for answer in relay.read():
-                yield answer
+                await context.write(answer)
         finally:
             # Ends the legs when the client has gone; otherwise the task is done already.
             task.cancel()

@@ -1,9 +1,9 @@
 """The context of one turn: what the steps work with, and what they have worked out so far."""
 
-import contextlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
@@ -125,13 +125,29 @@ class Turn:
         self.prefilled = None
         self.decoded = None
 
-    @contextlib.contextmanager
-    def timed(self, step: str) -> Iterator[None]:
-        """Add the time spent inside to a step's timing."""
-        before = self.clock.monotonic()
-        try:
-            with tracing.span(f"router.{step}"):
-                yield
-        finally:
-            spent = (self.clock.monotonic() - before) * 1000
-            self.timings[step] = self.timings.get(step, 0.0) + spent
+    def timed(self, step: str) -> "_Timed":
+        """Return what adds the time spent inside to a step's timing."""
+        return _Timed(self, step)
+
+
+class _Timed:
+    """A context manager of its own: every step of every turn passes through it."""
+
+    __slots__ = ("_before", "_span", "_step", "_turn")
+
+    def __init__(self, turn: Turn, step: str) -> None:
+        self._turn = turn
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._before = self._turn.clock.monotonic()
+        self._span = tracing.span(f"router.{self._step}")
+        self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        turn, step = self._turn, self._step
+        self._span.__exit__(kind, error, trace)
+        spent = (turn.clock.monotonic() - self._before) * 1000
+        turn.timings[step] = turn.timings.get(step, 0.0) + spent
