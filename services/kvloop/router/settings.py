@@ -70,6 +70,10 @@ class RouterSettings(ObservedSettings):
     """Longest wait of a decode leg for its first chunk."""
     max_attempts: Annotated[int, Field(ge=1, le=5)] = 2
     """Tries of a turn before its first chunk; every try but the first is cold."""
+    max_migrations: Annotated[int, Field(ge=0, le=16)] = 4
+    """How often an answer that has begun may be taken up by another decode worker."""
+    migration_wait_s: Annotated[float, Field(ge=0)] = 10.0
+    """How long an answer that has begun waits for workers to be ready again."""
     info_interval_s: Annotated[float, Field(gt=0)] = 1.0
     """How often each worker is asked for its facts."""
     info_timeout_s: Annotated[float, Field(gt=0)] = 2.0

@@ -1,6 +1,8 @@
 """One worker, as a router sees it: its facts, whether it answers, and how its legs went."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvloop.router.legs import DecodeLink, PrefillLink
@@ -31,6 +33,24 @@ class Link(Protocol):
 L = TypeVar("L", bound=Link)
 
 
+class _Call:
+    """A call under way at a worker."""
+
+    __slots__ = ("_before", "_heard", "_scope")
+
+    def __init__(self, scope: asyncio.Timeout, heard: Callable[[], int]) -> None:
+        self._scope = scope
+        self._heard = heard
+        self._before: int | None = None
+
+    def check(self) -> None:
+        """End the call if nothing was heard since the last check."""
+        heard = self._heard()
+        if heard == self._before and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
+        self._before = heard
+
+
 class Worker(Generic[L]):
     """One worker, as seen from here."""
 
@@ -54,6 +74,7 @@ class Worker(Generic[L]):
         self._failures = 0
         self._paused_until = 0.0
         self.ask_now = asyncio.Event()
+        self._calls: set[_Call] = set()
 
     @property
     def present(self) -> bool:
@@ -99,11 +120,31 @@ class Worker(Generic[L]):
     def not_answered(self, *, slow: bool) -> bool:
         """Note an unanswered question; True when the worker counts as gone from now on."""
         self._unanswered += 1
-        if not self._answers or (slow and self._unanswered < _SLOW_ANSWERS):
+        if slow and self._unanswered < _SLOW_ANSWERS:
+            return False
+        for call in list(self._calls):
+            call.check()
+        if not self._answers:
             return False
         self._answers = False
         _log.warning("worker_gone", worker=self.name, endpoint=self.endpoint)
         return True
+
+    @contextlib.asynccontextmanager
+    async def calling(
+        self, limit_s: float | None, heard: Callable[[], int] = lambda: 0
+    ) -> AsyncIterator[asyncio.Timeout]:
+        """Bound a call: TimeoutError after limit_s, or when the worker is gone and heard() no longer grows.
+
+        A worker that was stopped keeps its connections, so nothing else would tell.
+        """
+        async with asyncio.timeout(limit_s) as scope:
+            call = _Call(scope, heard)
+            self._calls.add(call)
+            try:
+                yield scope
+            finally:
+                self._calls.discard(call)
 
     def failed(self) -> None:
         """Note a failed leg: no turns for a while, longer each time in a row."""

@@ -119,6 +119,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "turn_retries", "Turns started again before their first chunk, by what failed.", FAILED, of=_ROUTER
     ),
     _counter(
+        "turn_migrations",
+        "Answers that another decode worker took up after they had begun, by what failed.",
+        FAILED,
+        of=_ROUTER,
+    ),
+    _counter(
         "prompt_tokens",
         "Prompt tokens of answered turns, by where their KV came from.",
         ("source", SOURCES),
