@@ -11,6 +11,7 @@ from router_sim import Node, SimClient, SimFleet, ask, ids, sim_fleet
 from kvloop.decode.app import DecodeApp
 from kvloop.engine.simulated import text
 from kvloop.router.app import RouterApp
+from kvloop.runtime import tokens
 from kvloop.runtime.errors import Reason, from_rpc_error
 from kvloop.v1alpha1 import router_service_pb2, sampling_pb2, turn_pb2
 
@@ -21,10 +22,9 @@ TOKENS = 60
 
 
 def serving(fleet: SimFleet) -> Node:
-    [node] = [
-        n for n in fleet.decodes if isinstance(n.app, DecodeApp) and n.engine.alive and len(n.app.parts.turns)
-    ]
-    return node
+    alive = [node for node in fleet.decodes if node.engine.alive]
+    [busy] = [node for node in alive if isinstance(node.app, DecodeApp) and len(node.app.parts.turns)]
+    return busy
 
 
 async def broken(
@@ -54,8 +54,6 @@ def add(answer: Answer, response: router_service_pb2.GenerateResponse) -> None:
         assert answer.summary is None
         answer.summary = response.summary
         return
-    from kvloop.runtime import tokens
-
     answer.chunks += 1
     answer.token_ids += tokens.unpack(response.chunk.token_ids)
     answer.text += response.chunk.text
@@ -105,8 +103,8 @@ async def test_a_direct_answer_goes_on_through_a_prefill_worker() -> None:
         assert got.way == ("DIRECT", "PROVEN")
         assert got.summary is not None
         assert got.summary.migrated
-        tokens = got.reuse.tokens
-        assert tokens.d_local + tokens.computed == len(prompt)
+        sources = got.reuse.tokens
+        assert sources.d_local + sources.computed == len(prompt)
         assert got.token_ids == (await client.say(prompt, "", max_tokens=TOKENS)).token_ids
         assert await client.end()
         await fleet.whole()

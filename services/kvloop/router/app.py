@@ -112,7 +112,7 @@ class RouterApp:
         await self._server.set_ready(self._pool.can_serve())
         self._tasks = [asyncio.create_task(self._follow(self._pool, self._server))]
         if self._store is not None:
-            if settings.discover:
+            if settings.discovers:
                 discovery = Discovery(self._pool)
                 self._tasks.append(asyncio.create_task(discovery.follow(self._store.registry)))
             self._tasks.append(asyncio.create_task(book.keep_sharing(self._store.estimates)))

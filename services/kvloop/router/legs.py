@@ -52,11 +52,13 @@ _WORKER = frozenset(
 class LegFailed(Exception):
     """A leg that did not do its work."""
 
-    def __init__(self, failure: Failure, *, answered: bool) -> None:
+    def __init__(self, failure: Failure, *, answered: bool, late: bool = False) -> None:
         super().__init__(failure.message)
         self.failure = failure
         self.answered = answered
         """Whether the worker itself said so, and so is done with the leg; otherwise it may still be at it."""
+        self.late = late
+        """Whether the call's own deadline ended it."""
 
     @property
     def callers_fault(self) -> bool:
@@ -79,7 +81,8 @@ def _leg_failed(error: grpc.RpcError) -> LegFailed:
     if failure.reason != Reason.ERROR_REASON_UNSPECIFIED:
         return LegFailed(failure, answered=True)
     worker = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: {failure.message}")
-    return LegFailed(worker, answered=False)
+    late = isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    return LegFailed(worker, answered=False, late=late)
 
 
 def timed_out(what: str) -> LegFailed:

@@ -24,8 +24,9 @@ class RouterSettings(ObservedSettings):
     """host:port of PrefillServices; a comma-separated text does as well."""
     decode_endpoints: Endpoints = ()
     """host:port of DecodeServices."""
-    discover: bool = False
-    """Whether workers that announce themselves in the store are used, besides those named."""
+    discover: bool | None = None
+    """Whether workers that announce themselves in the store are used, besides those named; absent: where
+    none are named."""
     directory_url: str = ""
     """Where the leases are: redis://host:port."""
     fleet_secret: SecretStr | None = None
@@ -81,6 +82,13 @@ class RouterSettings(ObservedSettings):
     drain_limit_s: Annotated[float, Field(ge=0)] = 30.0
     """How long turns may go on after draining started."""
 
+    @property
+    def discovers(self) -> bool:
+        """Tell whether the store is asked for workers."""
+        return (
+            not (self.prefill_endpoints or self.decode_endpoints) if self.discover is None else self.discover
+        )
+
     @field_validator("seed_compute", "seed_transfer", "seed_kv", mode="before")
     @classmethod
     def _numbers(cls, value: Any) -> Any:
@@ -110,10 +118,15 @@ class RouterSettings(ObservedSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.discover and not (self.prefill_endpoints and self.decode_endpoints):
+        if not self.discovers and not (self.prefill_endpoints and self.decode_endpoints):
             raise ValueError(
                 "prefill_endpoints and decode_endpoints must each name at least one worker,"
                 " unless discover is on"
+            )
+        if self.discovers and self.directory_url.startswith("memory:"):
+            raise ValueError(
+                "workers are found in a store that they share with the router, and memory:// is none;"
+                " set directory_url, or name prefill_endpoints and decode_endpoints"
             )
         if both := sorted(set(self.prefill_endpoints) & set(self.decode_endpoints)):
             raise ValueError(f"{both[0]} is named as a prefill and as a decode worker; it can be only one")

@@ -291,12 +291,11 @@ class WorkerPool:
             await self._ask(worker)
 
     async def _ask(self, worker: AnyWorker) -> None:
-        asked = self._clock.monotonic()
         try:
             info = await worker.link.info(self._settings.info_timeout_s)
-        except LegFailed:
-            slow = self._clock.monotonic() - asked >= self._settings.info_timeout_s
-            changed = worker.not_answered(slow=slow)
+        except LegFailed as failed:
+            # After a pause of this process gRPC may find a fresh deadline over at once: no clock tells.
+            changed = worker.not_answered(slow=failed.late)
         else:
             changed = worker.learned(info)
         if changed:

@@ -1,8 +1,8 @@
 """The text of an answer whose prompt ends in the middle of a character (checked on vLLM 0.29.0).
 
-vLLM primes its detokenizer with the prompt. Where the prompt's last tokens are the first bytes of a character,
-as when an answer is taken up from another engine, the primed stream gives the whole prompt's text along with
-the completed character.
+vLLM primes its detokenizer with the prompt. Where the prompt's last tokens are the first bytes of a
+character, as when an answer is taken up from another engine, the primed stream gives the whole prompt's text
+along with the completed character.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,17 @@ _LONGEST_CHARACTER = 4
 class PromptText:
     """Takes the prompt's text off the answer's, where the detokenizer gives it."""
 
-    def __init__(self, prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, prompt: Sequence[int], decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """Take the prompt's tokens and the tokenizer's decode; without one nothing is taken off."""
         self._prompt = ""
-        if decode(prompt[-_LONGEST_CHARACTER:]).endswith(_UNFINISHED):
-            whole = decode(prompt)
-            if whole.endswith(_UNFINISHED):
-                self._prompt = whole.rstrip(_UNFINISHED)
+        if decode is None or not decode(prompt[-_LONGEST_CHARACTER:]).endswith(_UNFINISHED):
+            return
+        # Whoever streamed the answer so far gave the text up to the last whole character, and no space that a
+        # token has in front of the next one.
+        for end in range(len(prompt), max(0, len(prompt) - _LONGEST_CHARACTER) - 1, -1):
+            self._prompt = decode(prompt[:end])
+            if not self._prompt.endswith(_UNFINISHED):
+                break
 
     def less(self, text: str) -> str:
         """Return new text without the prompt's."""
