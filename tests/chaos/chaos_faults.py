@@ -13,6 +13,16 @@ import psutil
 from chaos_fleet import POLL_S, Arena
 from chaos_traffic import Traffic
 
+KINDS = (
+    "kill_decode_mid_stream",
+    "kill_decode_mid_read",
+    *(f"kill_{role}" for role in ("prefill", "decode", "router", "store")),
+    *(f"pause_{role}" for role in ("prefill", "decode", "router", "store")),
+    *(f"drain_{role}" for role in ("prefill", "decode", "router")),
+    *(f"clock_jump_{role}" for role in ("prefill", "decode", "router")),
+    "restart_store_empty",
+    "slow_network_decode",
+)
 PAUSE_S = 6.0
 DOWN_S = 2.0
 _FIND_S = 60.0
@@ -39,33 +49,28 @@ class Faults:
         self._dice = random.Random(seed)
         self._start = time.monotonic()
 
-    @property
-    def kinds(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """Return all kinds by name."""
-        made: dict[str, Callable[[], Awaitable[None]]] = {
-            "kill_decode_mid_stream": lambda: self._kill_decode("mid_stream", "kvloop_legs_in_flight"),
-            "kill_decode_mid_read": lambda: self._kill_decode("mid_read", "kvloop_lease_pins"),
-            "kill_store": self._kill_store,
-            "pause_store": self._pause_store,
-            "restart_store_empty": self._restart_store,
-            "slow_network_decode": self._slow_network,
-        }
-        for role in ("prefill", "decode", "router"):
-            made |= {
-                f"kill_{role}": lambda role=role: self._kill(role),
-                f"pause_{role}": lambda role=role: self._pause(role),
-                f"drain_{role}": lambda role=role: self._drain(role),
-                f"clock_jump_{role}": lambda role=role: self._jump(role),
-            }
-        return made
-
     async def run(self, kinds: list[str], *, gap_s: tuple[float, float]) -> None:
         """Strike the given kinds in an order of the dice."""
         order = list(kinds)
         self._dice.shuffle(order)
         for kind in order:
             await asyncio.sleep(self._dice.uniform(*gap_s))
-            await self.kinds[kind]()
+            await self._strike(kind)
+
+    async def _strike(self, kind: str) -> None:
+        special: dict[str, Callable[[], Awaitable[None]]] = {
+            "kill_decode_mid_stream": lambda: self._kill_decode("mid_stream", "kvloop_legs_in_flight"),
+            "kill_decode_mid_read": lambda: self._kill_decode("mid_read", "kvloop_lease_pins"),
+            "pause_store": self._pause_store,
+            "restart_store_empty": self._restart_store,
+            "slow_network_decode": self._slow_network,
+        }
+        if kind in special:
+            await special[kind]()
+            return
+        act, _, role = kind.rpartition("_")
+        acts = {"kill": self._kill, "pause": self._pause, "drain": self._drain, "clock_jump": self._jump}
+        await acts[act](role)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the faults as they are written."""
@@ -148,12 +153,6 @@ class Faults:
                 await asyncio.sleep(PAUSE_S)
             finally:
                 self.arena.proxy.delay_s = 0.0
-
-    async def _kill_store(self) -> None:
-        async with self._fault("kill_store", "store"):
-            await self.arena.fleet.kill("store")
-            await asyncio.sleep(DOWN_S)
-            await self.arena.fleet.start("store")
 
     async def _restart_store(self) -> None:
         async with self._fault("restart_store_empty", "store"):

@@ -59,7 +59,8 @@ SIMULATED = {
     "block_size": 16,
     "kv_recompute_threshold": 32,
     "prefill_hold_s": 15.0,
-    "extra_engine_args": {"preset": "qwen3-32b-h200", "num_blocks": 4096, "eos_every": 200},
+    # A read takes long enough to be met in the middle.
+    "extra_engine_args": {"preset": "qwen3-32b-h200-per-layer", "num_blocks": 4096, "eos_every": 200},
 }
 
 
@@ -133,16 +134,17 @@ class Arena:
         plan = FleetPlan(
             prefill=[{}] * size.prefills,
             decode=decodes,
+            # One router goes DIRECT where it can, the others read back.
             routers=[
                 {
                     "info_interval_s": 0.25,
                     "info_timeout_s": 1.0,
                     "drain_limit_s": 10.0,
                     "directory_timeout_ms": 250.0,
-                    "direct": True,
+                    "direct": number == 0,
                 }
-            ]
-            * size.routers,
+                for number in range(size.routers)
+            ],
             workers={
                 **size.workers,
                 "directory_timeout_ms": 250.0,

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chaos_faults import Faults
+from chaos_faults import KINDS, Faults
 from chaos_fleet import SIMULATED, Arena, Size
 from chaos_traffic import Routers, Said, Traffic, as_json
 
@@ -32,6 +32,7 @@ from kvloop.engine.simulated.settings import SimulatedSettings
 from kvloop.runtime import tokens
 from kvloop.v1alpha1 import sampling_pb2
 
+_TELL_S = 15.0
 _AFTER_HOLD_S = 60.0
 """Pins and prompts handed over outlast holds by no more."""
 
@@ -77,7 +78,7 @@ async def simulated(
             faults = Faults(arena, traffic, seed=seed)
             started = time.monotonic()
             try:
-                await _play(size, traffic, faults, list(kinds or faults.kinds))
+                await _play(size, traffic, faults, list(kinds or KINDS))
                 seconds = time.monotonic() - started
                 await traffic.end_all()
                 stranded = await arena.stranded(size.hold_s + _AFTER_HOLD_S)
@@ -88,9 +89,21 @@ async def simulated(
     return report(traffic, faults, stranded, seconds)
 
 
+async def _tell(traffic: Traffic, faults: Faults) -> None:
+    while True:
+        await asyncio.sleep(_TELL_S)
+        failed = sum(record.outcome != "ok" for record in traffic.records)
+        migrated = sum(record.migrated for record in traffic.records)
+        sys.stderr.write(
+            f"chaos: {len(traffic.records)} turns, {migrated} migrated, {failed} failed,"
+            f" {len(faults.struck)} faults\n"
+        )
+
+
 async def _play(size: Size, traffic: Traffic, faults: Faults, kinds: list[str]) -> None:
     """Play until every kind has struck and the turns are there."""
     playing = asyncio.create_task(traffic.run())
+    telling = asyncio.create_task(_tell(traffic, faults))
     try:
         async with asyncio.timeout(size.limit_s):
             await faults.run(kinds, gap_s=(1.0, 3.0))
@@ -101,6 +114,7 @@ async def _play(size: Size, traffic: Traffic, faults: Faults, kinds: list[str]) 
                 kinds = kinds[len(kinds) // 2 :] + kinds[: len(kinds) // 2]
     finally:
         traffic.stop.set()
+        telling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await playing
 
@@ -157,8 +171,7 @@ def main() -> int:
     size = Size(turns=given.turns)
     folder = given.logs or Path(tempfile.mkdtemp(prefix="kvloop-chaos-"))
     made = asyncio.run(simulated(size, folder, seed=given.seed))
-    kinds = sorted({fault["kind"] for fault in made["faults"]})
-    problems = missed(made, size.turns, kinds)
+    problems = missed(made, size.turns, KINDS)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     totals = {name: value for name, value in made.items() if not isinstance(value, list)}

@@ -22,6 +22,7 @@ from kvloop.runtime.clock import Clock, SystemClock
 from kvloop.runtime.config import ConfigError
 from kvloop.runtime.exposition import Exposition
 from kvloop.runtime.metrics import Metrics
+from kvloop.runtime.security import Security
 from kvloop.runtime.server import GrpcServer
 
 _STOP_GRACE_S = 1.0
@@ -83,6 +84,7 @@ class RouterApp:
         settings = self._settings
         identities = Identities(load_secret(settings))
         authenticator = Authenticator(settings.tokens_file, self._clock)
+        security = Security.load(settings)
         self._tracing = tracing.configure(settings, "router")
         self._metrics.probe(self._probe)
         self._metrics_endpoint = await self._exposition.start(settings.metrics_listen)
@@ -91,7 +93,7 @@ class RouterApp:
         directory = self._given or (self._store.directory if self._store is not None else None)
         assert directory is not None
         book = CostBook(settings)
-        self._pool = WorkerPool(settings, self._clock)
+        self._pool = WorkerPool(settings, self._clock, security=security)
         await self._pool.start()
         tools = Tools(
             settings=settings,
@@ -105,7 +107,7 @@ class RouterApp:
             watch=TurnWatch(self._metrics),
         )
         self._servicer = RouterServicer(tools, authenticator)
-        self._server = GrpcServer([SERVICE])
+        self._server = GrpcServer([SERVICE], security)
         self._server.server.add_generic_rpc_handlers((self._servicer.handler(),))
         port = await self._server.start(settings.listen)
         self._endpoint = str(endpoints.parse(settings.listen)._replace(port=port))

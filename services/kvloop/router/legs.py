@@ -14,6 +14,7 @@ import grpc
 from kvloop.runtime import tracing
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
+from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -94,8 +95,8 @@ def timed_out(what: str) -> LegFailed:
 class PrefillLink:
     """One prefill worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
+        self._channel = open_channel(endpoint, security)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
 
     async def prefill(
@@ -136,8 +137,8 @@ class PrefillLink:
 class DecodeLink:
     """One decode worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
+        self._channel = open_channel(endpoint, security)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
         self._decode: Any = self._channel.unary_stream(
             _DECODE, request_serializer=decode_service_pb2.DecodeRequest.SerializeToString

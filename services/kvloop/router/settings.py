@@ -8,6 +8,7 @@ from pydantic_settings import NoDecode
 
 from kvloop.runtime import endpoints
 from kvloop.runtime.config import ObservedSettings
+from kvloop.runtime.security import GuardedSettings
 
 MIN_SECRET_BYTES = 16
 
@@ -15,7 +16,7 @@ Endpoints = Annotated[tuple[str, ...], NoDecode]
 Seed = Annotated[float, Field(ge=0)]
 
 
-class RouterSettings(ObservedSettings):
+class RouterSettings(ObservedSettings, GuardedSettings):
     """What a router needs to know. Times in the unit of the name, counts in turns."""
 
     listen: str = "127.0.0.1:7600"

@@ -22,6 +22,7 @@ from kvloop.router.settings import RouterSettings
 from kvloop.router.worker import AnyWorker, DecodeWorker, L, PrefillWorker, Worker
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure, Reason, invalid
+from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import worker_pb2
 
 _NO_WORKER_RETRY_S = 0.5
@@ -72,12 +73,14 @@ class WorkerPool:
         clock: Clock,
         *,
         rng: random.Random | None = None,
+        security: Security = PLAIN,
     ) -> None:
+        self._security = security
         self._settings = settings
         self._clock = clock
         self._rng = rng or random.Random()
-        self.prefill = [Worker(e, PrefillLink(e), clock) for e in settings.prefill_endpoints]
-        self.decode = [Worker(e, DecodeLink(e), clock) for e in settings.decode_endpoints]
+        self.prefill = [Worker(e, PrefillLink(e, security), clock) for e in settings.prefill_endpoints]
+        self.decode = [Worker(e, DecodeLink(e, security), clock) for e in settings.decode_endpoints]
         self._watchers: dict[AnyWorker, asyncio.Task[None]] = {}
         self._served: dict[tuple[str, str], list[Served]] = {}
         self.changed = asyncio.Event()
@@ -95,9 +98,9 @@ class WorkerPool:
         prefills = role == "prefill"
         worker: AnyWorker
         if prefills:
-            worker = Worker(endpoint, PrefillLink(endpoint), self._clock)
+            worker = Worker(endpoint, PrefillLink(endpoint, self._security), self._clock)
         else:
-            worker = Worker(endpoint, DecodeLink(endpoint), self._clock)
+            worker = Worker(endpoint, DecodeLink(endpoint, self._security), self._clock)
         try:
             await self._ask(worker)
         except BaseException:
