@@ -347,29 +347,6 @@ async def test_a_deadline_ends_the_legs() -> None:
         assert app.pool.decode[0].ready, "the caller's haste says nothing about the worker"
 
 
-async def test_too_many_turns_are_told_to_come_back() -> None:
-    async with fake_fleet() as fleet:
-        gate = asyncio.Event()
-
-        async def wait() -> None:
-            await gate.wait()
-
-        fleet.prefills[0].on_prefill = wait
-        app = await fleet.router(max_concurrent_turns=2, retry_after_ms=300)
-        client = await fleet.client(app)
-        calls = [asyncio.create_task(client.say(LONG, f"c{n}")) for n in range(2)]
-        await until(lambda: app.turns == 2, "two turns")
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await client.say(LONG)
-        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        failure = failure_of(error.value)
-        assert (failure.reason_name, failure.retry_after_s) == ("OVERLOADED", 0.3)
-        gate.set()
-        assert all(a.token_ids == ANSWER for a in await asyncio.gather(*calls))
-        assert (await client.say(LONG)).token_ids == ANSWER
-        await settled(fleet, app)
-
-
 async def test_nothing_is_sent_before_the_first_chunk() -> None:
     async with fake_fleet() as fleet:
         gate = asyncio.Event()

@@ -6,6 +6,7 @@ from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory
 from kvloop.metastore.tracing import traced
 from kvloop.metastore.watching import watch_store
+from kvloop.router.admission import Admission
 from kvloop.router.auth import Authenticator
 from kvloop.router.book import CostBook
 from kvloop.router.discovery import Discovery
@@ -53,6 +54,7 @@ class RouterApp:
         self._tracing = tracing.NOTHING
         self._pool: WorkerPool | None = None
         self._background = Background()
+        self._admission = Admission(settings)
         self._servicer: RouterServicer | None = None
         self._server: GrpcServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,6 +81,11 @@ class RouterApp:
         """Return how many turns are being served."""
         return self._servicer.turns if self._servicer is not None else 0
 
+    @property
+    def waiting(self) -> int:
+        """Return how many turns wait for room."""
+        return self._admission.waiting
+
     async def start(self) -> None:
         """Open the directory, meet the workers, listen. Raises ConfigError, ServerError."""
         settings = self._settings
@@ -104,6 +111,7 @@ class RouterApp:
             background=self._background,
             book=book,
             memory=Memory(settings.explained_turns),
+            admission=self._admission,
             watch=TurnWatch(self._metrics),
         )
         self._servicer = RouterServicer(tools, authenticator)
@@ -147,6 +155,7 @@ class RouterApp:
 
     async def _probe(self) -> None:
         self._metrics.put("kvloop_turns_in_flight", value=self.turns)
+        self._metrics.put("kvloop_turns_queued", value=self._admission.waiting)
         self._metrics.put("kvloop_turns_limit", value=self._settings.max_concurrent_turns)
         if self._pool is not None:
             watch_workers(self._metrics, self._pool)

@@ -44,12 +44,18 @@ async def place(turn: Turn, tools: Tools) -> None:
     """Choose the two workers of a new attempt. Failure NO_WORKER."""
     with turn.timed("place"):
         turn.new_attempt()
+        limit = tools.settings.max_turns_per_worker
+        if turn.is_direct and turn.holder is not None and limit is not None and turn.holder.places >= limit:
+            turn.direct_refused = True
+            verdict(turn, tools)
         if turn.is_direct:
             assert turn.holder is not None
             turn.pair = Pair(None, turn.holder)
+            _take_places(turn)
             return
         reads_back = turn.decided.verdict == Verdict.VERDICT_READBACK
         turn.pair = await _pick(turn, tools, reads_back=reads_back)
+        _take_places(turn)
         info = turn.pair.prefill.info if turn.pair.prefill is not None else None
         # A prefill engine that can't read back would wait for the handle's blocks for ever.
         if reads_back and (info is None or not info.bidirectional_kv_xfer):
@@ -61,18 +67,48 @@ async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
     until = tools.clock.monotonic() + patience
     while True:
         try:
-            return tools.pool.pick(
-                turn.served,
-                prefer_decode=turn.holder,
-                avoid=turn.avoid,
-                reads_back=reads_back,
-                home=turn.home,
+            return await tools.admission.place(
+                lambda: _find(turn, tools, reads_back=reads_back), turn.time_left_s()
             )
         except Failure:
             # Nobody but this turn can go on with its answer; a worker that pauses is soon ready again.
             if tools.clock.monotonic() >= until:
                 raise
             await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+def _find(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair | None:
+    try:
+        return tools.pool.pick(
+            turn.served,
+            prefer_decode=turn.holder,
+            avoid=turn.avoid,
+            reads_back=reads_back,
+            home=turn.home,
+            # An answer that has begun does not wait behind those that have not.
+            limit=None if turn.streaming else tools.settings.max_turns_per_worker,
+        )
+    except Failure as failure:
+        if failure.reason == Reason.ERROR_REASON_OVERLOADED:
+            return None
+        raise
+
+
+def _take_places(turn: Turn) -> None:
+    assert turn.pair is not None
+    for worker in (turn.pair.prefill, turn.pair.decode):
+        if worker is not None:
+            worker.places += 1
+            turn.places.append(worker)
+
+
+def leave(turn: Turn, tools: Tools, *workers: AnyWorker) -> None:
+    """Give back the places at some workers, or at all."""
+    for worker in workers or tuple(turn.places):
+        if worker in turn.places:
+            turn.places.remove(worker)
+            worker.places -= 1
+            tools.admission.freed()
 
 
 async def prefill(turn: Turn, tools: Tools) -> None:
@@ -107,6 +143,7 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
             _note(turn, worker, failed)
             raise
     worker.succeeded()
+    leave(turn, tools, worker)
     return response
 
 

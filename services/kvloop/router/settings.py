@@ -61,7 +61,13 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     explained_turns: Annotated[int, Field(ge=0, le=100_000)] = 1024
     """How many turns are remembered for `kvloop explain`."""
     max_concurrent_turns: Annotated[int, Field(ge=1)] = 1024
-    """Turns served at once; more are told to come back."""
+    """Turns served at once; more wait."""
+    max_turns_per_worker: Annotated[int, Field(ge=1)] | None = None
+    """Turns that this router gives one worker at a time; absent: any number."""
+    max_queued_turns: Annotated[int, Field(ge=0)] = 256
+    """Turns that wait, all before their first leg; more are told to come back."""
+    queue_timeout_ms: Annotated[float, Field(gt=0)] = 2000.0
+    """How long a turn waits, at most to its deadline, before it is told to come back."""
     retry_after_ms: Annotated[int, Field(ge=1)] = 200
     """When an overloaded router asks to be tried again."""
     directory_timeout_ms: Annotated[float, Field(gt=0, le=10_000)] = 25.0

@@ -10,7 +10,7 @@ later, the answer goes on there (migration.py).
 
 import secrets
 
-from kvloop.router.attempts import decode, go_on, place, prefill
+from kvloop.router.attempts import decode, go_on, leave, place, prefill
 from kvloop.router.identity import Owner
 from kvloop.router.legs import LegFailed
 from kvloop.router.migration import repeatable
@@ -62,6 +62,8 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
         except LegFailed as failed:
             if not start_again(turn, tools, failed):
                 break
+        finally:
+            leave(turn, tools)
     answer = summary(turn)
     relay.finish(answer.SerializeToString())
     tools.watch.answered(turn, answer.summary)

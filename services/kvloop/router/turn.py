@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
+from kvloop.router.admission import Admission
 from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
 from kvloop.router.migration import Replay, continued
 from kvloop.router.settings import RouterSettings
 from kvloop.router.verdict import Decision
 from kvloop.router.watching import TurnWatch
-from kvloop.router.worker import DecodeWorker
+from kvloop.router.worker import AnyWorker, DecodeWorker
 from kvloop.router.workers import Pair, Served, WorkerPool
 from kvloop.runtime import tokens, tracing
 from kvloop.runtime.clock import Clock
@@ -44,6 +45,7 @@ class Tools:
     watch: TurnWatch
     book: "CostBook"
     memory: "Memory"
+    admission: Admission
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +92,8 @@ class Turn:
     attempt_id: str = ""
     """request_id of the legs; never used twice."""
     pair: Pair | None = None
+    places: list[AnyWorker] = field(default_factory=list)
+    """Workers at which the attempt has a place."""
     avoid: set[object] = field(default_factory=set)
     """Workers that failed this turn."""
     prefilled: prefill_service_pb2.PrefillResponse | None = None

@@ -1,8 +1,8 @@
 """One worker, as a router sees it: its facts, whether it answers, and how its legs went."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvloop.router.legs import DecodeLink, PrefillLink
@@ -33,15 +33,26 @@ class Link(Protocol):
 L = TypeVar("L", bound=Link)
 
 
-class _Call:
-    """A call under way at a worker."""
+class Calling:
+    """A call under way at a worker: an asynchronous context, which yields its timeout."""
 
-    __slots__ = ("_before", "_heard", "_scope")
+    __slots__ = ("_before", "_calls", "_heard", "_scope")
 
-    def __init__(self, scope: asyncio.Timeout, heard: Callable[[], int]) -> None:
-        self._scope = scope
+    def __init__(self, calls: "set[Calling]", limit_s: float | None, heard: Callable[[], int]) -> None:
+        self._calls = calls
+        self._scope = asyncio.timeout(limit_s)
         self._heard = heard
         self._before: int | None = None
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        self._calls.add(self)
+        return await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.discard(self)
+        await self._scope.__aexit__(kind, error, trace)
 
     def check(self) -> None:
         """End the call if nothing was heard since the last check."""
@@ -62,6 +73,8 @@ class Worker(Generic[L]):
         """Legs of this router's."""
         self.reported_load = 0.0
         """Turns it said it had, all routers' together; some seconds old."""
+        self.places = 0
+        """Turns of this router's that have a place there, their legs begun or not."""
         self.draining = False
         """Said to take no new turns; what it holds can still be read."""
         self.pending_ms = 0.0
@@ -74,7 +87,7 @@ class Worker(Generic[L]):
         self._failures = 0
         self._paused_until = 0.0
         self.ask_now = asyncio.Event()
-        self._calls: set[_Call] = set()
+        self._calls: set[Calling] = set()
 
     @property
     def present(self) -> bool:
@@ -130,21 +143,12 @@ class Worker(Generic[L]):
         _log.warning("worker_gone", worker=self.name, endpoint=self.endpoint)
         return True
 
-    @contextlib.asynccontextmanager
-    async def calling(
-        self, limit_s: float | None, heard: Callable[[], int] = lambda: 0
-    ) -> AsyncIterator[asyncio.Timeout]:
+    def calling(self, limit_s: float | None, heard: Callable[[], int] = lambda: 0) -> "Calling":
         """Bound a call: TimeoutError after limit_s, or when the worker is gone and heard() no longer grows.
 
         A worker that was stopped keeps its connections, so nothing else would tell.
         """
-        async with asyncio.timeout(limit_s) as scope:
-            call = _Call(scope, heard)
-            self._calls.add(call)
-            try:
-                yield scope
-            finally:
-                self._calls.discard(call)
+        return Calling(self._calls, limit_s, heard)
 
     def failed(self) -> None:
         """Note a failed leg: no turns for a while, longer each time in a row."""

@@ -192,12 +192,14 @@ class WorkerPool:
         avoid: Collection[object] = (),
         reads_back: bool = False,
         home: bytes = b"",
+        limit: int | None = None,
     ) -> Pair:
         """Return the pair for an attempt; workers to avoid only serve when there is no other.
 
-        home: what decides which prefill worker is preferred; empty for none.
+        home: what decides which prefill worker is preferred; empty for none. limit: turns that a worker may
+        have a place for.
 
-        Failure NO_WORKER (with RetryInfo): a leg has no ready worker.
+        Failures: NO_WORKER (with RetryInfo) when a leg has no ready worker, OVERLOADED when one has no place.
         """
         prefills = [w for w in self.prefill if w.ready and served.fits(w.info)]
         if reads_back:
@@ -212,6 +214,11 @@ class WorkerPool:
                     f"no {role} worker is ready",
                     retry_after_s=_NO_WORKER_RETRY_S,
                 )
+        if limit is not None:
+            prefills = [w for w in prefills if w.places < limit]
+            decodes = [w for w in decodes if w.places < limit]
+            if not prefills or not decodes:
+                raise Failure(Reason.ERROR_REASON_OVERLOADED, "every worker has its turns")
         return Pair(
             self._place_prefill([w for w in prefills if w not in avoid] or prefills, home),
             self._place_decode([w for w in decodes if w not in avoid] or decodes, prefer_decode),
