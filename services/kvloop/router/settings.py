@@ -80,8 +80,10 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Tries of a turn before its first chunk; every try but the first is cold."""
     max_migrations: Annotated[int, Field(ge=0, le=16)] = 4
     """How often an answer that has begun may be taken up by another decode worker."""
+    worker_wait_s: Annotated[float, Field(ge=0)] = 2.0
+    """How long a turn waits for workers to be ready, ahead of its first leg."""
     migration_wait_s: Annotated[float, Field(ge=0)] = 10.0
-    """How long an answer that has begun waits for workers to be ready again."""
+    """The same of an answer that has begun."""
     info_interval_s: Annotated[float, Field(gt=0)] = 1.0
     """How often each worker is asked for its facts."""
     info_timeout_s: Annotated[float, Field(gt=0)] = 2.0
