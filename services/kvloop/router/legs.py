@@ -53,13 +53,13 @@ _WORKER = frozenset(
 class LegFailed(Exception):
     """A leg that did not do its work."""
 
-    def __init__(self, failure: Failure, *, answered: bool, late: bool = False) -> None:
+    def __init__(self, failure: Failure, *, answered: bool) -> None:
         super().__init__(failure.message)
         self.failure = failure
         self.answered = answered
         """Whether the worker itself said so, and so is done with the leg; otherwise it may still be at it."""
-        self.late = late
-        """Whether the call's own deadline ended it."""
+        self.late = False
+        """Whether the deadline of a question ended it."""
 
     @property
     def callers_fault(self) -> bool:
@@ -82,8 +82,13 @@ def _leg_failed(error: grpc.RpcError) -> LegFailed:
     if failure.reason != Reason.ERROR_REASON_UNSPECIFIED:
         return LegFailed(failure, answered=True)
     worker = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: {failure.message}")
-    late = isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    return LegFailed(worker, answered=False, late=late)
+    return LegFailed(worker, answered=False)
+
+
+def _not_told(error: grpc.aio.AioRpcError) -> LegFailed:
+    failed = _leg_failed(error)
+    failed.late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    return failed
 
 
 def timed_out(what: str) -> LegFailed:
@@ -125,7 +130,7 @@ class PrefillLink:
         try:
             response = await self._stub.GetInfo(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from None
+            raise _not_told(error) from None
         info: worker_pb2.WorkerInfo = response.info
         return info
 
@@ -171,7 +176,7 @@ class DecodeLink:
         try:
             response = await self._stub.GetInfo(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from None
+            raise _not_told(error) from None
         info: worker_pb2.WorkerInfo = response.info
         return info
 
