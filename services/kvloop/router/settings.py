@@ -127,10 +127,12 @@ class RouterSettings(ObservedSettings, GuardedSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.discovers and not (self.prefill_endpoints and self.decode_endpoints):
+        # An explicit discover may have a store that comes otherwise than by its URL.
+        found = self.discovers and (self.discover or self.directory_url)
+        if not found and not (self.prefill_endpoints and self.decode_endpoints):
             raise ValueError(
                 "prefill_endpoints and decode_endpoints must each name at least one worker,"
-                " unless discover is on"
+                " unless directory_url names a store in which workers announce themselves"
             )
         if self.discovers and self.directory_url.startswith("memory:"):
             raise ValueError(
