@@ -42,7 +42,7 @@ $(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
 	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -93,6 +93,9 @@ bench-router: setup-fast ## The router's time, CPU and memory on simulated engin
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \
 	  --kv-cache-memory-bytes 1073741824 $(SWEEP)
+
+chaos: model ## 200 conversations while processes are killed, paused, drained; writes out/chaos.json
+	@$(BIN)/python tests/chaos/chaos_run.py
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 	@$(BIN)/ruff check .

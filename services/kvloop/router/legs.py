@@ -16,6 +16,7 @@ from kvloop.runtime import tracing
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error, from_status, unexplained
 from kvloop.runtime.mux.caller import Caller, CallFailed
+from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -59,6 +60,8 @@ class LegFailed(Exception):
         self.failure = failure
         self.answered = answered
         """Whether the worker itself said so, and so is done with the leg; otherwise it may still be at it."""
+        self.late = False
+        """Whether the deadline of a question ended it."""
 
     @property
     def callers_fault(self) -> bool:
@@ -94,6 +97,12 @@ def _judged(failure: Failure) -> LegFailed:
     return LegFailed(worker, answered=False)
 
 
+def _not_told(error: grpc.aio.AioRpcError) -> LegFailed:
+    failed = _leg_failed(error)
+    failed.late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    return failed
+
+
 def timed_out(what: str) -> LegFailed:
     """Return the failure of a worker that did not answer in the time it was given."""
     failure = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: no {what} in time")
@@ -103,8 +112,8 @@ def timed_out(what: str) -> LegFailed:
 class PrefillLink:
     """One prefill worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
+        self._channel = open_channel(endpoint, security)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
         self._caller = Caller(
             self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest, _carried_leg_failed
@@ -149,7 +158,7 @@ class PrefillLink:
         try:
             response = await self._stub.GetInfo(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from None
+            raise _not_told(error) from None
         info: worker_pb2.WorkerInfo = response.info
         self._attach = info.attach
         return info
@@ -163,8 +172,8 @@ class PrefillLink:
 class DecodeLink:
     """One decode worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
+        self._channel = open_channel(endpoint, security)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
         # Not the stub's: answers stay serialized.
         self._decode: Any = self._channel.unary_stream(
@@ -210,7 +219,7 @@ class DecodeLink:
         try:
             response = await self._stub.GetInfo(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from None
+            raise _not_told(error) from None
         info: worker_pb2.WorkerInfo = response.info
         self._attach = info.attach
         return info
