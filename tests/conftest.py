@@ -12,6 +12,7 @@ SLOW_FILES = {
     "cli/test_cli_demo.py",
     "cli/test_cli_fleet.py",
     "cli/test_cli_up.py",
+    "client/test_client_fleet.py",
     "metastore/test_directory_model.py",
     "metastore/test_outages.py",
     "metastore/test_store_faults.py",

@@ -35,6 +35,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(endpoint: str) -> grpc.aio.Channel:
-    """Return a channel to host:port, bracketed for IPv6. Connects on first use."""
+def open_channel(endpoint: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """Return a channel to host:port, bracketed for IPv6; over TLS with credentials. Connects on first use."""
+    if credentials is not None:
+        return grpc.aio.secure_channel(endpoint, credentials, options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
