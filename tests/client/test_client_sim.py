@@ -12,13 +12,13 @@ from kvloop.router.app import RouterApp
 from kvloop.v1alpha1 import turn_pb2
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-SHORT = Retention(ttl=duration_pb2.Duration(nanos=600_000_000))
+SHORT = Retention(ttl=duration_pb2.Duration(seconds=2))
 
 
 @asynccontextmanager
 async def two_routers() -> AsyncIterator[tuple[SimFleet, list[RouterApp], Client]]:
     async with sim_fleet() as fleet:
-        apps = [await fleet.router(session_alive_s=0.5, drain_limit_s=5.0) for _ in range(2)]
+        apps = [await fleet.router(session_alive_s=3.0, drain_limit_s=5.0) for _ in range(2)]
         async with Client([app.endpoint for app in apps]) as client:
             yield fleet, apps, client
 
@@ -53,7 +53,7 @@ async def test_an_agent_s_conversation_from_beginning_to_end() -> None:
             held = await client.get("agent")
             assert held is not None
             assert held.num_tokens == len(history) - 1
-            await until_prolonged(fleet, 3)
+            await until_prolonged(fleet, 2)
             history += ids(10, seed=1)
             second = await say(session, history, SHORT)
             assert way(second) == "READBACK"
@@ -72,7 +72,7 @@ async def test_a_router_that_drains_costs_neither_turns_nor_what_is_held() -> No
             await say(session, history, SHORT)
             await apps[0].drain()
             await apps[0].stop()
-            await until_prolonged(fleet, 4)
+            await until_prolonged(fleet, 3)
             history += ids(10, seed=1)
             assert way(await say(session, history, SHORT)) == "READBACK"
             assert session.streams == 2

@@ -34,14 +34,16 @@ def left(bench: Bench, conversation: str = "c") -> float:
     return lease.remaining_s(bench.clock.now)
 
 
-@pytest.mark.parametrize(("second", "expected"), [(464.9, 15.1), (465.0, 60.0), (479.0, 60.0)])
+@pytest.mark.parametrize(("second", "expected"), [(461.2, 18.8), (461.3, 60.0), (474.9, 60.0)])
 async def test_a_live_lease_is_prolonged_shortly_before_its_end(second: float, expected: float) -> None:
     bench = Bench()
     await kept(bench)
     await alive(bench)
     await at(bench, second)
     assert left(bench) == pytest.approx(expected)
+    # Readers need time too: the entry ends earlier, and is there all along.
     found = await bench.directory.lookup(scope().scope)
+    assert found.entry is not None
     assert found.remaining_s == pytest.approx(expected - 5.0, abs=0.01)
 
 
@@ -52,7 +54,7 @@ async def test_a_lease_lives_on_while_its_session_is_open_and_no_longer() -> Non
     for second in range(0, 600, 5):
         await at(bench, second)
     assert left(bench) > 0
-    assert bench.prolonger.prolonged == 3
+    assert bench.prolonger.prolonged >= 3
     until = bench.engine.held["c"]
     for second in range(600, 800, 1):
         await at(bench, second)
@@ -63,7 +65,7 @@ async def test_nothing_is_asked_about_before_it_is_due() -> None:
     bench = Bench()
     for number in range(20):
         await kept(bench, f"c{number}")
-    for second in range(0, 465, 15):
+    for second in range(0, 461, 15):
         await at(bench, second)
     assert bench.directory.renewals == []
 
@@ -83,10 +85,12 @@ async def test_short_leases_are_prolonged_by_no_more_than_their_own_time() -> No
     bench = Bench()
     await kept(bench, ttl_s=4.0)
     await alive(bench)
-    await at(bench, 2.9)
+    await at(bench, 1.4)
     assert bench.directory.renewals == []
-    await at(bench, 3.0)
-    assert left(bench) == pytest.approx(4.0)
+    for tenth in range(15, 100):
+        await at(bench, tenth / 10)
+        assert 0 < left(bench) <= 4.0
+        assert await bench.standing(scope()) == "c"
 
 
 async def test_nothing_is_held_past_the_longest_hold() -> None:
@@ -187,7 +191,7 @@ async def test_it_wakes_for_a_lease_that_is_due_first() -> None:
     await alive(bench, "soon")
     hold = bench.engine.hold("soon", 8, 0.01)
     await bench.keeper.keep(scope("soon"), TOKENS, hold)
-    bench.clock.now += 0.009
+    bench.clock.now += 0.0049
     async with asyncio.timeout(5):
         while not bench.prolonger.prolonged:  # noqa: ASYNC110 - a counter without waiters
             await asyncio.sleep(0.001)

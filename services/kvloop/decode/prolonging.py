@@ -1,8 +1,8 @@
 """Leases of live conversations outlive their own TTL.
 
 While an agent holds a session open, a router keeps its conversation's alive key in the directory. Shortly
-before such a lease would end, it is prolonged by its own TTL, by a minute at most, hold and entry both; so
-it never outlives the last sign of life by more than that. Nothing is prolonged past the longest hold, and a
+before such a lease's entry would end, it is prolonged by its own TTL, by a minute at most, hold and entry
+both; so it never outlives the last sign of life by more than that. Nothing is prolonged past the longest hold, and a
 prolonged hold is evicted like any other when room is needed.
 
 Leases wait in a heap for the time at which they are looked at. Those due together cost one call of the
@@ -75,7 +75,7 @@ class Prolonger:
         """Look after a lease that has just become one."""
         now = self._clock.monotonic()
         step_s = min(lease.remaining_s(now), self._policy.longest_step_s)
-        self._wait(_Waiting(lease, step_s, now + self._policy.max_ttl_s), lease.deadline - step_s / _AHEAD)
+        self._wait_for_end(_Waiting(lease, step_s, now + self._policy.max_ttl_s), now)
 
     async def run(self) -> None:
         """Prolong what is to be prolonged, for ever."""
@@ -123,7 +123,13 @@ class Prolonger:
         if standing is Standing.MISSING:
             # The store has lost it; a session that is alive brings it back.
             await self._keeper.publish_again(lease)
-        self._wait(waiting, lease.deadline - waiting.step_s / _AHEAD)
+        self._wait_for_end(waiting, now)
+
+    def _wait_for_end(self, waiting: _Waiting, now: float) -> None:
+        # The entry ends before the lease does, and a turn that finds none goes cold.
+        entry_s = self._publisher.entry_ttl_s(waiting.lease.remaining_s(now))
+        ahead_s = self._publisher.entry_ttl_s(waiting.step_s) / _AHEAD
+        self._wait(waiting, now + entry_s - ahead_s)
 
     def _look_again(self, waiting: _Waiting) -> None:
         now = self._clock.monotonic()

@@ -61,14 +61,14 @@ class Publisher:
 
     async def publish(self, lease: Lease) -> Published:
         """Write a lease's entry by compare-and-set. Raises DirectoryUnavailable."""
-        ttl_s = self._entry_ttl_s(lease.remaining_s(self._clock.monotonic()))
+        ttl_s = self.entry_ttl_s(lease.remaining_s(self._clock.monotonic()))
         return await self._directory.publish(lease.scope, self.entry(lease), ttl_s)
 
     async def renew(self, leases: Sequence[tuple[Lease, float]]) -> list[Standing]:
         """Prolong the entries of leases, to so many seconds from now, where a session is open."""
         return await self._directory.renew(
             [
-                Renewal(lease.scope, lease.lease_id, self._entry_ttl_s(remaining))
+                Renewal(lease.scope, lease.lease_id, self.entry_ttl_s(remaining))
                 for lease, remaining in leases
             ]
         )
@@ -91,6 +91,7 @@ class Publisher:
         except DirectoryUnavailable as error:
             _log.info("entry_not_removed", lease_id=lease.lease_id, outage=str(error))
 
-    def _entry_ttl_s(self, remaining_s: float) -> float:
+    def entry_ttl_s(self, remaining_s: float) -> float:
+        """Return how long the entry of a lease with so much time left stands."""
         # A short lease keeps half of its time rather than none.
         return max(remaining_s - self._margin_s, remaining_s / 2)
