@@ -138,8 +138,8 @@ class Session:
     async def _stream(self, router: "Router", opened: "asyncio.Future[None]") -> bool:
         call = router.stub.Session(metadata=self._client.metadata)
         try:
-            await call.write(router_service_pb2.SessionRequest(open=self._opening))
             async with asyncio.timeout(_OPEN_S):
+                await call.write(router_service_pb2.SessionRequest(open=self._opening))
                 _said(await call.read(), "opened", router)
             self._streams += 1
             if not opened.done():
