@@ -16,7 +16,6 @@ from router_sim import ask, ids
 from kvloop.cli import certs
 from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
 from kvloop.router.auth import hash_token
-from kvloop.runtime.channels import open_channel
 from kvloop.runtime.config import ConfigError
 from kvloop.runtime.errors import Reason, from_rpc_error
 from kvloop.runtime.security import GuardedSettings, SecuredSettings, Security, from_environment
@@ -80,7 +79,7 @@ def caller(folder: Path, *, certificate: bool = True, token: bool = True) -> Sec
 
 
 async def say(fleet: Fleet, security: Security, prompt: list[int], token: str = TENANT_TOKEN) -> Answer:
-    async with open_channel(fleet.endpoint("router-0"), security) as channel:
+    async with security.channel(fleet.endpoint("router-0")) as channel:
         stub: Any = router_service_pb2_grpc.RouterServiceStub(channel)
         return await collect(
             stub.Generate(ask(prompt), timeout=30, metadata=[("authorization", f"Bearer {token}")])
@@ -101,13 +100,13 @@ async def test_turns_travel_over_tls_in_both_directions(fleet: Fleet, folder: Pa
 
 
 async def ask_decode(endpoint: str, security: Security) -> object:
-    async with open_channel(endpoint, security) as channel:
+    async with security.channel(endpoint) as channel:
         stub: Any = decode_service_pb2_grpc.DecodeServiceStub(channel)
         return await stub.GetInfo(decode_service_pb2.DecodeServiceGetInfoRequest(), timeout=10)
 
 
 async def ask_prefill(endpoint: str, security: Security) -> object:
-    async with open_channel(endpoint, security) as channel:
+    async with security.channel(endpoint) as channel:
         stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(channel)
         return await stub.GetInfo(prefill_service_pb2.PrefillServiceGetInfoRequest(), timeout=10)
 
@@ -138,7 +137,7 @@ async def test_workers_keep_strangers_out(fleet: Fleet, folder: Path, part: str)
 
 @in_one_loop
 async def test_the_streaming_door_asks_for_the_token_too(fleet: Fleet, folder: Path) -> None:
-    async with open_channel(fleet.endpoint("decode-0"), caller(folder, token=False)) as channel:
+    async with caller(folder, token=False).channel(fleet.endpoint("decode-0")) as channel:
         stub: Any = decode_service_pb2_grpc.DecodeServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await collect(stub.Decode(decode_service_pb2.DecodeRequest(), timeout=10))
@@ -168,7 +167,7 @@ async def test_nothing_secret_is_in_logs_metrics_and_errors(fleet: Fleet, folder
     reused = await say(fleet, client, [*prompt, *answer.token_ids, 8, 9])
     assert reused.way == ("READBACK", "PROVEN")
     told: list[str] = []
-    async with open_channel(fleet.endpoint("router-0"), client) as channel:
+    async with client.channel(fleet.endpoint("router-0")) as channel:
         stub: Any = router_service_pb2_grpc.RouterServiceStub(channel)
         for request in bad_requests(prompt):
             with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -6,10 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloop.cli.errors import CommandFailed, sentences
+from kvloop.cli.errors import sentences
 from kvloop.cli.places import ROUTER
-
-_TIMEOUT_S = 10.0
 
 
 @sentences
@@ -40,21 +38,12 @@ def explain(
 
 
 async def _ask(router: str, token: str | None, request_id: str) -> dict[str, Any]:
-    import grpc
+    from kvloop.cli.client import dial, spoken
+    from kvloop.client import ONCE
 
-    from kvloop.cli.client import sentence_of
-    from kvloop.runtime.channels import open_channel
-    from kvloop.runtime.security import from_environment
-    from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc
-
-    metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    async with open_channel(router, from_environment()) as channel:
-        stub = router_service_pb2_grpc.RouterServiceStub(channel)
-        request = router_service_pb2.ExplainTurnRequest(request_id=request_id)
-        try:
-            told = await stub.ExplainTurn(request, timeout=_TIMEOUT_S, metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            raise CommandFailed(sentence_of(error, router)) from None
+    async with dial(router, token, ONCE) as client:
+        with spoken():
+            told = await client.explain(request_id)
     return plain(told)
 
 

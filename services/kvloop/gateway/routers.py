@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
 from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc
@@ -45,7 +44,7 @@ class Routers:
 
     async def start(self) -> None:
         """Make the channels, on the loop that will use them."""
-        self._channels = [open_channel(endpoint, self._security) for endpoint in self._endpoints]
+        self._channels = [self._security.channel(endpoint) for endpoint in self._endpoints]
         self._stubs = [router_service_pb2_grpc.RouterServiceStub(channel) for channel in self._channels]
 
     async def stop(self) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvloop.runtime import endpoints
-from kvloop.runtime.channels import open_channel
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1.decode_service_pb2_grpc import DecodeServiceStub
@@ -79,7 +78,7 @@ class Peers:
         """Return the stub of an admitted endpoint."""
         peer = self._peers.get(endpoint)
         if peer is None:
-            channel = open_channel(endpoint, self._security)
+            channel = self._security.channel(endpoint)
             peer = self._peers[endpoint] = _Peer(channel, DecodeServiceStub(channel))
             while len(self._peers) > self._limit:
                 _, oldest = self._peers.popitem(last=False)

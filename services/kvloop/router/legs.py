@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 
 from kvloop.runtime import tracing
-from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error, from_status, unexplained
 from kvloop.runtime.mux.caller import Caller, CallFailed
 from kvloop.runtime.security import PLAIN, Security
@@ -113,7 +112,7 @@ class PrefillLink:
     """One prefill worker."""
 
     def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
-        self._channel = open_channel(endpoint, security)
+        self._channel = security.channel(endpoint)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
         self._caller = Caller(
             self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest, _carried_leg_failed
@@ -173,7 +172,7 @@ class DecodeLink:
     """One decode worker."""
 
     def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
-        self._channel = open_channel(endpoint, security)
+        self._channel = security.channel(endpoint)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
         # Not the stub's: answers stay serialized.
         self._decode: Any = self._channel.unary_stream(

@@ -1,16 +1,18 @@
 """RouterService: who calls, what is let in, and which attempt of a request is the newest."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import grpc
 
 from kvloop.router import conversations, steps
 from kvloop.router.auth import Authenticator
 from kvloop.router.relay import Relay
+from kvloop.router.sessions import Sessions
 from kvloop.router.turn import Tools, Turn
 from kvloop.runtime import tracing
 from kvloop.runtime.errors import Failure, Reason
-from kvloop.runtime.servicing import Context, time_left_s, unary, written
+from kvloop.runtime.servicing import Context, stream, time_left_s, unary, written
 from kvloop.v1alpha1 import router_service_pb2
 
 SERVICE = "kvloop.v1alpha1.RouterService"
@@ -22,6 +24,7 @@ class RouterServicer:
     def __init__(self, tools: Tools, authenticator: Authenticator) -> None:
         self._tools = tools
         self._authenticator = authenticator
+        self._sessions = Sessions(tools)
         self._running: set[asyncio.Task[None]] = set()
         self._newest: dict[tuple[str, str], tuple[asyncio.Task[None], Relay]] = {}
         self._idle = asyncio.Event()
@@ -32,6 +35,11 @@ class RouterServicer:
         """Return how many turns are being served."""
         return len(self._running)
 
+    @property
+    def sessions(self) -> int:
+        """Return how many sessions are open."""
+        return len(self._sessions)
+
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the service for a server. Generate's answers are serialized already."""
         return grpc.method_handlers_generic_handler(
@@ -40,6 +48,11 @@ class RouterServicer:
                 "Generate": grpc.unary_stream_rpc_method_handler(
                     self.Generate,
                     request_deserializer=router_service_pb2.GenerateRequest.FromString,
+                ),
+                "Session": grpc.stream_stream_rpc_method_handler(
+                    self.Session,
+                    request_deserializer=router_service_pb2.SessionRequest.FromString,
+                    response_serializer=router_service_pb2.SessionResponse.SerializeToString,
                 ),
                 "EndConversation": grpc.unary_unary_rpc_method_handler(
                     self.EndConversation,
@@ -82,6 +95,14 @@ class RouterServicer:
             # Ends the legs when the client has gone; otherwise the task is done already.
             task.cancel()
 
+    @stream
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[router_service_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[router_service_pb2.SessionResponse]:
+        """Keep a conversation alive while the stream is open."""
+        async for response in self._sessions.serve(requests, lambda: self._tenant(context)):
+            yield response
+
     @unary
     async def EndConversation(  # noqa: N802
         self, request: router_service_pb2.EndConversationRequest, context: Context
@@ -106,6 +127,7 @@ class RouterServicer:
     async def drain(self, limit_s: float) -> None:
         """Refuse new turns; return when the running ones have ended, or after limit_s."""
         self._tools.admission.close()
+        self._sessions.end()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -115,6 +137,7 @@ class RouterServicer:
     async def stop(self) -> None:
         """Cancel what still runs. Idempotent."""
         self._tools.admission.close()
+        self._sessions.end()
         running = set(self._running)
         for task in running:
             task.cancel()

@@ -15,6 +15,7 @@ from typing import Any, Self
 import grpc
 from pydantic import model_validator
 
+from kvloop.runtime.channels import open_channel
 from kvloop.runtime.clock import SystemClock
 from kvloop.runtime.config import ENV_PREFIX, ConfigError, Settings
 from kvloop.runtime.errors import Failure, Reason
@@ -113,9 +114,9 @@ class Security:
         shown = grpc.metadata_call_credentials(_ShowToken(self.tokens))
         return grpc.composite_channel_credentials(credentials, shown)
 
-    def channel_options(self) -> tuple[tuple[str, str], ...]:
-        """Return what a channel needs to know besides."""
-        return (("grpc.ssl_target_name_override", self.server_name),) if self.server_name else ()
+    def channel(self, endpoint: str) -> grpc.aio.Channel:
+        """Return a channel to host:port. Connects on first use."""
+        return open_channel(endpoint, self.channel_credentials(), server_name=self.server_name)
 
 
 PLAIN = Security()

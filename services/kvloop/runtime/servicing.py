@@ -57,7 +57,7 @@ def lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def check_parsed(request: object) -> None:
-    """Raise INVALID_FIELD for what did not parse."""
+    """Raise the Failure of bytes that did not parse; for requests that come in a stream."""
     if isinstance(request, Unparsable):
         raise invalid("request", "the bytes are no message of this method's request type")
 
