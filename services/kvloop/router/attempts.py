@@ -266,10 +266,10 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     """Pass D's answer on to the relay, to its end. Raises LegFailed."""
     assert turn.pair is not None
     worker = turn.pair.decode
-    events = worker.link.decode(decode_request(turn), turn.time_left_s())
     turn.decode_alone, turn.decode_started = worker.in_flight == 0, tools.clock.monotonic()
     heard_before = turn.heard
     with _at_work(worker), turn.timed("decode"):
+        events = worker.link.decode(decode_request(turn), turn.time_left_s())
         try:
             limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
             try:
