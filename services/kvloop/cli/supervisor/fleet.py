@@ -181,8 +181,10 @@ class Fleet:
         }
         if is_router(name):
             links |= {f"{role}_endpoints": list(found) for role, found in workers.items()}
-            # A store of our own knows our workers only: it tells of load and drains, and of later ones.
-            links["discover"] = self.plan.store_url is None
+            # A store of our own knows our workers only: it tells of load and drains, and of later ones. A
+            # router that the plan gives workers of its own keeps to them.
+            named = self._settings[name].keys() & {f"{role}_endpoints" for role in _ANY_WORKER}
+            links["discover"] = self.plan.store_url is None and not named
         return links
 
     async def _together(self, starts: Iterable[Coroutine[Any, Any, str]]) -> None:
