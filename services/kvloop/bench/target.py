@@ -170,9 +170,11 @@ class RouterTarget:
         may_move = error.code() is grpc.StatusCode.UNAVAILABLE and not begun
         failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
         if failure.reason == Reason.ERROR_REASON_UNSPECIFIED:
-            return TargetFailed(f"{self._endpoint} answered {error.code().name}", may_move=may_move)
-        text = f"{self._endpoint} answered {failure.reason_name}: {failure.message}"
-        return TargetFailed(text, may_move=may_move)
+            said = error.code().name
+        else:
+            said = f"{failure.reason_name}: {failure.message}"
+        when = ", in mid-answer" if begun else ""
+        return TargetFailed(f"{self._endpoint} answered {said}{when}", may_move=may_move)
 
 
 def _outcome(summary: turn_pb2.Summary, ids: list[int], ttft_s: float, latency_s: float) -> Outcome:
