@@ -65,7 +65,9 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Unique per turn; minted when empty. At most 128 printable ASCII characters."""
     conversation_id: _builtins.str
-    """Names the conversation within the tenant; empty: no reuse. At most 256 characters."""
+    """Names the conversation within the tenant. Empty: only what the prompt's beginning leads to is reused, and
+    nothing is held unless retention asks for it. At most 256 characters.
+    """
     parent_conversation_id: _builtins.str
     """Where to look when the conversation holds nothing yet: the one it was forked from."""
     model: _builtins.str

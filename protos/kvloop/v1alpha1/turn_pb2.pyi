@@ -60,7 +60,7 @@ class _ReuseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReuseReas
     REUSE_REASON_PROVEN: _ReuseReason.ValueType  # 1
     """Proven to be the KV of the same tokens, and read."""
     REUSE_REASON_NO_CONVERSATION: _ReuseReason.ValueType  # 2
-    """The request names no conversation."""
+    """The request names no conversation, and its beginning leads to none."""
     REUSE_REASON_NOT_FOUND: _ReuseReason.ValueType  # 3
     """The directory or the decode worker knows no such lease."""
     REUSE_REASON_EXPIRED: _ReuseReason.ValueType  # 4
@@ -96,7 +96,7 @@ REUSE_REASON_UNSPECIFIED: ReuseReason.ValueType  # 0
 REUSE_REASON_PROVEN: ReuseReason.ValueType  # 1
 """Proven to be the KV of the same tokens, and read."""
 REUSE_REASON_NO_CONVERSATION: ReuseReason.ValueType  # 2
-"""The request names no conversation."""
+"""The request names no conversation, and its beginning leads to none."""
 REUSE_REASON_NOT_FOUND: ReuseReason.ValueType  # 3
 """The directory or the decode worker knows no such lease."""
 REUSE_REASON_EXPIRED: ReuseReason.ValueType  # 4
@@ -581,7 +581,9 @@ class Retention(_message.Message):
     HOLD_ON_CANCEL_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     hold: _builtins.bool
-    """Whether KV is held after a turn that ends by itself. Default true."""
+    """Whether KV is held after a turn that ends by itself. Default true; of a turn that names no conversation,
+    as the router is configured.
+    """
     hold_on_cancel: _builtins.bool
     """Whether KV is held after a turn that the client cancels. Default false."""
     @_builtins.property
