@@ -114,5 +114,19 @@ async def test_a_killed_router_costs_no_turn_before_its_first_token(
     await until(lambda: _served_by(target, "router-2"), "a turn at the router that came back")
 
 
+async def test_without_any_router_every_turn_is_refused_as_one_that_may_move(
+    balanced: tuple[Fleet, RouterTarget],
+) -> None:
+    fleet, target = balanced
+    for name in fleet.names("router"):
+        await fleet.kill(name)
+    for _ in range(30):
+        with pytest.raises(TargetFailed, match="UNAVAILABLE") as failed:
+            await target.send(Request(prompt=PROMPT, max_tokens=4, conversation_id=""))
+        assert failed.value.may_move
+    for name in fleet.names("router"):
+        await fleet.start(name)
+
+
 async def _served_by(target: RouterTarget, router: str) -> bool:
     return (await say(target)).router == router

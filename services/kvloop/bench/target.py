@@ -170,7 +170,8 @@ class RouterTarget:
         may_move = error.code() is grpc.StatusCode.UNAVAILABLE and not begun
         failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
         if failure.reason == Reason.ERROR_REASON_UNSPECIFIED:
-            said = error.code().name
+            # Not one of kvloop's own: the transport's or a proxy's words.
+            said = f"{error.code().name} ({error.details()})"
         else:
             said = f"{failure.reason_name}: {failure.message}"
         when = ", in mid-answer" if begun else ""
