@@ -42,7 +42,7 @@ $(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
 	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -52,9 +52,10 @@ model: setup ## Fetch SmolLM2-135M-Instruct into the user's cache
 	@$(BIN)/kvloop model fetch smollm2
 
 debian: # Servers that the tests run against, from Debian
-	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null && command -v promtool >/dev/null || { \
-	  echo "== installing redis-server, redis-sentinel and prometheus"; \
-	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus >/dev/null; }
+	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null && command -v promtool >/dev/null && \
+	  PATH="$$PATH:/usr/sbin" command -v haproxy >/dev/null || { \
+	  echo "== installing redis-server, redis-sentinel, prometheus and haproxy"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus haproxy >/dev/null; }
 
 debian-go: # Go, with gRPC's and protobuf's libraries and plugins, from Debian
 	@command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null && test -d /usr/share/gocode/src/google.golang.org/grpc || { \
@@ -99,6 +100,9 @@ bench-leases: model ## Leases: BeginRead, idle CPU, memory pressure, on real vLL
 
 bench-router: setup-fast ## The router's time, CPU and memory on simulated engines, under 10 minutes; writes out/router.json
 	@$(BIN)/kvloop bench router
+
+bench-replicas: setup-fast debian ## Three routers behind HAProxy, one killed, the store restarted; writes out/replicas.json
+	@$(BIN)/kvloop bench replicas
 
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \

@@ -218,19 +218,22 @@ class DirectoryMachine(RuleBasedStateMachine):
             others = [scope for scope in self.hints.get(digest, []) if scope != SCOPES[index]]
             self.hints[digest] = [SCOPES[index], *others][:MAX_HINT_SCOPES]
 
-    @rule(some=st.sets(st.sampled_from(DIGESTS), min_size=1, max_size=5))
-    def find(self, some: set[bytes]) -> None:
+    @rule(
+        some=st.sets(st.sampled_from(DIGESTS), min_size=1, max_size=5),
+        names=st.lists(st.sampled_from(SCOPES), max_size=2, unique=True),
+    )
+    def find(self, some: set[bytes], names: list[bytes]) -> None:
+        """A name comes before all hints, the longest prefix before shorter ones."""
         digests = sorted(some)
-        expected = next(
-            (
-                (scope, position)
-                for position in reversed(range(len(digests)))
-                for scope in self.hints.get(digests[position], [])
-                if scope in self.standing
-            ),
-            (b"", -1),
-        )
-        found = self.wait(self.store.directory.find_by_prefix(GROUP, digests))
+        named = [(scope, -1) for scope in names if scope in self.standing]
+        hinted = [
+            (scope, position)
+            for position in reversed(range(len(digests)))
+            for scope in self.hints.get(digests[position], [])
+            if scope in self.standing
+        ]
+        expected = next(iter(named + hinted), (b"", -1))
+        found = self.wait(self.store.directory.find_by_prefix(GROUP, digests, names))
         assert (found.scope, found.position) == expected
         if expected[0]:
             standing = self.standing[expected[0]]

@@ -1,9 +1,10 @@
 """Small prefill and decode workers on real gRPC, with hooks to fail where a test wants them to."""
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -325,12 +326,19 @@ class FlakyDirectory(MemoryDirectory):
     on_lookup: Hook | None = None
 
     async def lookup(self, scope: bytes) -> Any:
+        return await self._asked(super().lookup(scope))
+
+    async def find_by_prefix(self, group: bytes, digests: Any, scopes: Any = ()) -> Any:
+        return await self._asked(super().find_by_prefix(group, digests, scopes))
+
+    async def _asked(self, answer: Coroutine[Any, Any, Any]) -> Any:
         self.lookups += 1
-        if self.stuck is not None:
-            await self.stuck.wait()
-        if self.down:
-            raise DirectoryUnavailable
-        found = await super().lookup(scope)
+        with contextlib.closing(answer):
+            if self.stuck is not None:
+                await self.stuck.wait()
+            if self.down:
+                raise DirectoryUnavailable
+            found = await answer
         if self.on_lookup is not None:
             self.on_lookup()
         return found

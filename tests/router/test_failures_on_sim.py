@@ -110,7 +110,7 @@ async def test_a_worker_that_fails_once_is_tried_around(fault: str) -> None:
 
 async def test_f5_a_lost_entry_is_a_cold_turn() -> None:
     async with sim_fleet() as fleet:
-        client = await fleet.client()
+        client = await fleet.client(await fleet.router(prefix_hints=False))
         first = await client.say(PROMPT)
         assert first.summary is not None
         lookups: list[bytes] = []

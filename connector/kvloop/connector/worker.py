@@ -129,7 +129,8 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         with self._report_lock:
             if not self._worker_report:
                 return None
-            report, self._worker_report = self._worker_report, WorkerReport()
+            report: WorkerReport = self._worker_report
+            self._worker_report = WorkerReport()
             return report
 
 

@@ -177,14 +177,20 @@ class MemoryDirectory:
             kept = (scope, *(other for other in scopes if other != scope))
             self._hints.set(key, kept[:MAX_HINT_SCOPES], max(ttl_ms, left_ms))
 
-    async def find_by_prefix(self, group: bytes, digests: Sequence[bytes]) -> PrefixFound:
+    async def find_by_prefix(
+        self, group: bytes, digests: Sequence[bytes], scopes: Sequence[bytes] = ()
+    ) -> PrefixFound:
         """See PrefixHints."""
         self.opened()
-        if not digests:
-            raise ValueError("a search needs a digest")
+        if not digests and not scopes:
+            raise ValueError("a search needs a digest or a scope")
+        for scope in scopes:
+            found = self._found(keys.lease_key(scope))
+            if found.entry is not None:
+                return PrefixFound(scope, _NOWHERE, found)
         for position in reversed(range(len(digests))):
-            scopes, _ = self._hints.get(keys.hint_key(group, digests[position])) or ((), 0)
-            for scope in scopes:
+            hinted, _ = self._hints.get(keys.hint_key(group, digests[position])) or ((), 0)
+            for scope in hinted:
                 found = self._found(keys.lease_key(scope))
                 if found.entry is not None:
                     return PrefixFound(scope, position, found)

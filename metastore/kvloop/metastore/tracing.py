@@ -2,7 +2,15 @@
 
 from collections.abc import Sequence
 
-from kvloop.metastore.port import FitnessReport, Found, LeaseDirectory, Published, Renewal, Standing
+from kvloop.metastore.port import (
+    FitnessReport,
+    Found,
+    LeaseDirectory,
+    PrefixFound,
+    Published,
+    Renewal,
+    Standing,
+)
 from kvloop.runtime import tracing
 from kvloop.v1alpha1 import lease_pb2
 
@@ -21,6 +29,22 @@ class _Traced:
             found = await self._inner.lookup(scope)
             span.note(found=found.entry is not None, remaining_s=found.remaining_s)
             return found
+
+    async def find_by_prefix(
+        self, group: bytes, digests: Sequence[bytes], scopes: Sequence[bytes] = ()
+    ) -> PrefixFound:
+        with tracing.span("directory.lookup") as span:
+            found = await self._inner.find_by_prefix(group, digests, scopes)
+            lease = found.found
+            span.note(
+                found=lease.entry is not None, by_prefix=found.position >= 0, remaining_s=lease.remaining_s
+            )
+            return found
+
+    async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
+        with tracing.span("directory.publish_hints") as span:
+            span.note(hints=len(digests))
+            await self._inner.publish_hints(group, digests, scope, ttl_s)
 
     async def publish(self, scope: bytes, entry: lease_pb2.DirectoryEntry, ttl_s: float) -> Published:
         with tracing.span("directory.publish") as span:

@@ -66,7 +66,9 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Unique per turn; minted when empty. At most 128 printable ASCII characters."""
     conversation_id: _builtins.str
-    """Names the conversation within the tenant; empty: no reuse. At most 256 characters."""
+    """Names the conversation within the tenant. Empty: only what the prompt's beginning leads to is reused, and
+    nothing is held unless retention asks for it. At most 256 characters.
+    """
     parent_conversation_id: _builtins.str
     """Where to look when the conversation holds nothing yet: the one it was forked from."""
     model: _builtins.str
@@ -492,6 +494,7 @@ class ExplainTurnResponse(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    FOUND_BY_PREFIX_FIELD_NUMBER: _builtins.int
     MIGRATIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The turn."""
@@ -529,6 +532,8 @@ class ExplainTurnResponse(_message.Message):
     """Prefill worker of the last attempt; empty for DIRECT."""
     decode_worker: _builtins.str
     """Decode worker of the last attempt."""
+    found_by_prefix: _builtins.bool
+    """Whether the lease was found by the prompt's beginning rather than by a conversation's name."""
     migrations: _builtins.int
     """How often the answer was taken up by another decode worker after it had begun."""
     @_builtins.property
@@ -567,11 +572,12 @@ class ExplainTurnResponse(_message.Message):
         attempts: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        found_by_prefix: _builtins.bool = ...,
         migrations: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "reuse", b"reuse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "below_tokens", b"below_tokens", "by_cost", b"by_cost", "costs", b"costs", "decided_reason", b"decided_reason", "decided_verdict", b"decided_verdict", "decode_worker", b"decode_worker", "direct_budget_tokens", b"direct_budget_tokens", "direct_max_suffix", b"direct_max_suffix", "direct_refused", b"direct_refused", "direct_tokens_in_flight", b"direct_tokens_in_flight", "lease_held", b"lease_held", "lease_tokens", b"lease_tokens", "matched_tokens", b"matched_tokens", "migrations", b"migrations", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "threshold_tokens", b"threshold_tokens", "timings_ms", b"timings_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "below_tokens", b"below_tokens", "by_cost", b"by_cost", "costs", b"costs", "decided_reason", b"decided_reason", "decided_verdict", b"decided_verdict", "decode_worker", b"decode_worker", "direct_budget_tokens", b"direct_budget_tokens", "direct_max_suffix", b"direct_max_suffix", "direct_refused", b"direct_refused", "direct_tokens_in_flight", b"direct_tokens_in_flight", "found_by_prefix", b"found_by_prefix", "lease_held", b"lease_held", "lease_tokens", b"lease_tokens", "matched_tokens", b"matched_tokens", "migrations", b"migrations", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "threshold_tokens", b"threshold_tokens", "timings_ms", b"timings_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,12 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import grpc
+
 from kvloop.client import ONCE, CallFailed, Client, Retention, SamplingParams, Summary
 from kvloop.v1alpha1 import turn_pb2
 
 
 class TargetFailed(Exception):
     """A request failed; the text says how."""
+
+    def __init__(self, text: str, *, may_move: bool = False) -> None:
+        """Take the text, and whether another replica may be asked: UNAVAILABLE, and nothing was answered."""
+        super().__init__(text)
+        self.may_move = may_move
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,10 @@ class Outcome:
     """D to P."""
     handoff: Read = Read()
     """P to D."""
+    router: str = ""
+    """Name of the router that served it."""
+    held_tokens: int = 0
+    """What the turn left held for the next one; 0 without a lease."""
 
     @property
     def tpot_ms(self) -> float:
@@ -124,7 +135,7 @@ class RouterTarget:
                     ids.extend(event.token_ids)
                 summary = event.summary or summary
         except CallFailed as failure:
-            raise _failed(failure) from None
+            raise _failed(failure, begun=bool(ids)) from None
         latency_s = time.perf_counter() - begun
         if summary is None or not ids:
             raise TargetFailed(f"{self._endpoint} ended a turn without an answer")
@@ -138,10 +149,11 @@ class RouterTarget:
             raise _failed(failure) from None
 
 
-def _failed(failure: CallFailed) -> TargetFailed:
-    if not failure.reason:
-        return TargetFailed(f"{failure.target} answered {failure.code.name}")
-    return TargetFailed(f"{failure.target} answered {failure.reason}: {failure.message}")
+def _failed(failure: CallFailed, *, begun: bool = False) -> TargetFailed:
+    said = f"{failure.reason}: {failure.message}" if failure.reason else failure.code.name
+    when = ", in mid-answer" if begun else ""
+    may_move = failure.code is grpc.StatusCode.UNAVAILABLE and not begun
+    return TargetFailed(f"{failure.target} answered {said}{when}", may_move=may_move)
 
 
 def _outcome(summary: Summary, ids: list[int], ttft_s: float, latency_s: float) -> Outcome:
@@ -164,6 +176,8 @@ def _outcome(summary: Summary, ids: list[int], ttft_s: float, latency_s: float) 
         prefill_ms=reuse.prefill_ms,
         readback=_read(reuse.readback),
         handoff=_read(reuse.handoff),
+        router=summary.router,
+        held_tokens=summary.lease.num_tokens if summary.HasField("lease") else 0,
     )
 
 

@@ -115,6 +115,7 @@ class DecodeApp:
             lambda: engine.facts,
             clock,
             settings.directory_margin_s,
+            hints=settings.prefix_hints,
         )
         policy = Policy(
             ttl_s=settings.decoder_kv_blocks_ttl,

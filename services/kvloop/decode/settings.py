@@ -20,6 +20,8 @@ class DecodeSettings(WorkerSettings):
     """Longest time for which a reader may pin."""
     directory_margin_s: float = Field(5.0, ge=0)
     """How much earlier than its lease a directory entry ends."""
+    prefix_hints: bool = True
+    """Whether leases are found by their tokens' beginning too, for turns that name no conversation."""
     publish_bound_s: float = Field(30.0, ge=0)
     """For how long the publication of a lease is tried again."""
     direct_budget_tokens: int = Field(4096, ge=1)

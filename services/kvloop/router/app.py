@@ -112,6 +112,7 @@ class RouterApp:
             book=book,
             memory=Memory(settings.explained_turns),
             admission=self._admission,
+            name=lambda: settings.router_id or self._endpoint,
             watch=TurnWatch(self._metrics),
         )
         self._servicer = RouterServicer(tools, authenticator)

@@ -82,7 +82,7 @@ def _find(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair | None:
     try:
         return tools.pool.pick(
             turn.served,
-            prefer_decode=turn.holder,
+            prefer_decode=None if turn.moves else turn.holder,
             avoid=turn.avoid,
             reads_back=reads_back,
             home=turn.home,
@@ -296,7 +296,7 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
         finally:
             await events.aclose()
     worker.succeeded()
-    _release_displaced(turn, tools)
+    _release_replaced(turn, tools)
 
 
 def _heard_first(turn: Turn, tools: Tools) -> None:
@@ -325,14 +325,20 @@ def _unheard(replay: Replay, raw: bytes) -> bytes:
     return raw if replay.over else replay.rest(raw) or b""
 
 
-def _release_displaced(turn: Turn, tools: Tools) -> None:
-    if turn.decoded is None or not turn.decoded.HasField("displaced"):
-        return
-    displaced = turn.decoded.displaced
-    worker = tools.pool.by_endpoint(displaced.decode_endpoint)
-    if worker is not None:
-        # By its id alone: by the time this arrives, the conversation may have come back to that worker.
-        tools.background.tell(worker.link.release_lease(displaced.lease_id, b"", _TELL_TIMEOUT_S))
+def _release_replaced(turn: Turn, tools: Tools) -> None:
+    """Let go of the leases whose place the turn's own has taken."""
+    decoded = turn.decoded
+    assert decoded is not None
+    replaced: list[decode_service_pb2.DisplacedLease | lease_pb2.DirectoryEntry] = []
+    if decoded.HasField("displaced"):
+        replaced.append(decoded.displaced)
+    if turn.predecessor is not None and decoded.HasField("lease"):
+        replaced.append(turn.predecessor)
+    for lease in replaced:
+        worker = tools.pool.by_endpoint(lease.decode_endpoint)
+        if worker is not None:
+            # By its id alone: by the time this arrives, the conversation may have come back to that worker.
+            tools.background.tell(worker.link.release_lease(lease.lease_id, b"", _TELL_TIMEOUT_S))
 
 
 def _abandon_prefill(turn: Turn, tools: Tools) -> None:

@@ -15,6 +15,8 @@ from kvloop.router.settings import MIN_SECRET_BYTES, RouterSettings
 from kvloop.runtime.config import ConfigError
 from kvloop.v1alpha1 import turn_pb2
 
+SCOPE_BYTES = 32
+
 _SCOPE = b"kvloop scope v1"
 _DIGEST_KEY = b"kvloop digest key v1"
 _CACHE_SALT = b"kvloop cache salt v1"

@@ -28,6 +28,8 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     discover: bool | None = None
     """Whether workers that announce themselves in the store are used, besides those named; absent: where
     none are named."""
+    router_id: str | None = None
+    """Name of this router in answers; absent: where it listens."""
     directory_url: str = ""
     """Where the leases are: redis://host:port."""
     fleet_secret: SecretStr | None = None
@@ -38,6 +40,10 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Hashed tenant tokens; without it everybody on loopback is tenant "default"."""
     reuse: bool = True
     """Whether histories are read back at all."""
+    prefix_hints: bool = True
+    """Whether a turn whose conversation is unknown, or not named, looks for its prompt's beginning."""
+    hold_unnamed: bool = False
+    """Whether turns that name no conversation are held, too; otherwise only those that ask for it."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] | None = None
     """Below this many readable tokens a prompt is recomputed; absent: as the workers say."""
     direct: bool = False

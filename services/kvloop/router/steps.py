@@ -11,7 +11,7 @@ later, the answer goes on there (migration.py).
 import secrets
 
 from kvloop.router.attempts import decode, go_on, leave, place, prefill
-from kvloop.router.identity import Owner
+from kvloop.router.identity import SCOPE_BYTES, Owner
 from kvloop.router.legs import LegFailed
 from kvloop.router.migration import repeatable
 from kvloop.router.planning import lookup, verdict
@@ -64,7 +64,7 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
                 break
         finally:
             leave(turn, tools)
-    answer = summary(turn)
+    answer = summary(turn, tools.name())
     relay.finish(answer.SerializeToString())
     tools.watch.answered(turn, answer.summary)
     if turn.origin is None:
@@ -115,8 +115,20 @@ def admit(
         prompt_tokens=prompt_tokens,
         sampling=repeatable(request.sampling) if tools.settings.max_migrations else request.sampling,
     )
+    if not conversation and _is_held(request, tools):
+        # Nobody knows this name; the prompt's beginning leads to it.
+        turn.scope.scope = secrets.token_bytes(SCOPE_BYTES)
     turn.timings["admit"] = (tools.clock.monotonic() - started) * 1000
     return turn
+
+
+def _is_held(request: router_service_pb2.GenerateRequest, tools: Tools) -> bool:
+    """Tell whether a turn that names no conversation is held."""
+    settings, retention = tools.settings, request.retention
+    # A cold run for comparison leaves nothing unless it says so.
+    by_default = settings.hold_unnamed and request.reuse_policy != router_service_pb2.REUSE_POLICY_FORBID
+    wanted = retention.hold if retention.HasField("hold") else by_default
+    return wanted and settings.reuse and settings.prefix_hints
 
 
 def check_salt(salt: str) -> None:
@@ -125,8 +137,8 @@ def check_salt(salt: str) -> None:
         raise invalid("cache_salt", f"must have at most {_MAX_SALT} characters")
 
 
-def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
-    """Return the end of the answer."""
+def summary(turn: Turn, router: str) -> router_service_pb2.GenerateResponse:
+    """Return the end of the answer, as this router says it."""
     assert turn.pair is not None
     assert turn.decoded is not None
     decoded, prefilled = turn.decoded, turn.prefilled
@@ -158,4 +170,5 @@ def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
     if turn.pair.prefill is not None:
         out.prefill_worker = turn.pair.prefill.name
     out.decode_worker = turn.pair.decode.name
+    out.router = router
     return response

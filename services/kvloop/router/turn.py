@@ -46,6 +46,8 @@ class Tools:
     book: "CostBook"
     memory: "Memory"
     admission: Admission
+    name: Callable[[], str]
+    """Of this router; valid once it listens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,14 @@ class Turn:
     entry: lease_pb2.DirectoryEntry | None = None
     entry_remaining_s: float = 0.0
     directory_failed: bool = False
+    found_scope: bytes = b""
+    """Whose the entry is."""
+    by_prefix: bool = False
+    """Whether the entry was found by the prompt's beginning, not by a conversation's name."""
+    moves: bool = False
+    """Whether so little is held there that the decode leg need not go to the holder."""
+    predecessor: lease_pb2.DirectoryEntry | None = None
+    """Lease of a turn without a name that this one makes superfluous."""
     home: bytes = b""
     """The conversation whose prompts are prefilled in one place, by its scope; empty for none."""
 

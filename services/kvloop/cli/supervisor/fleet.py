@@ -178,6 +178,7 @@ class Fleet:
             "directory_url": store_url,
             "drain_limit_s": _DRAIN_LIMIT_S,
             "worker_id": name,
+            "router_id": name,
         }
         if is_router(name):
             links |= {f"{role}_endpoints": list(found) for role, found in workers.items()}
