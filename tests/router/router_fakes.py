@@ -171,6 +171,10 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
         self.leases: set[str] = set()
         self.on_chunk: Callable[[int], Any] | None = None
         """Called (and awaited) ahead of each chunk with its number; what it raises ends the stream."""
+        self.on_summary: Hook | None = None
+        self.drifts = False
+        """Whether each answer begins with another token than the last one."""
+        self.siblings = [self]
         self.cancelled = 0
         self.finished = 0
         self.displaces: tuple[str, str] | None = None
@@ -198,6 +202,9 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_service_pb2.DecodeResponse]:
         self.requests.append(request)
         answer = expected_answer(request.prompt_token_ids, request.sampling.max_tokens or 4)
+        if self.drifts:
+            served = sum(len(decode.requests) for decode in self.siblings)
+            answer = [(token + served - 1) % VOCAB for token in answer]
         try:
             for number, token in enumerate(answer):
                 if self.on_chunk is not None:
@@ -205,7 +212,11 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
                 if number == 0:
                     self._read(request.handle.params_json)
                 chunk = turn_pb2.Chunk(token_ids=tokens.pack([token]), text=f"<{token}>{self.padding}")
+                if number == len(answer) - 1:
+                    chunk.finish_reason = turn_pb2.FINISH_REASON_LENGTH
                 yield decode_service_pb2.DecodeResponse(chunk=chunk)
+            if self.on_summary is not None:
+                await self.on_summary()
             summary = decode_service_pb2.DecodeSummary(
                 finish_reason=turn_pb2.FINISH_REASON_LENGTH, output_tokens=len(answer)
             )
@@ -342,6 +353,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     chunks: int = 0
+    logprobs: int = 0
     summary: turn_pb2.Summary | None = None
 
     @property
@@ -393,6 +405,7 @@ async def collect(call: Any, into: Answer | None = None) -> Answer:
             answer.chunks += 1
             answer.token_ids += tokens.unpack(response.chunk.token_ids)
             answer.text += response.chunk.text
+            answer.logprobs += len(response.chunk.logprobs)
     return answer
 
 
@@ -449,6 +462,8 @@ async def fake_fleet(prefills: int = 1, decodes: int = 1) -> AsyncIterator[FakeF
         directory = FlakyDirectory()
         ps = [FakePrefill(f"p{n}") for n in range(prefills)]
         ds = [FakeDecode(f"d{n}", directory, ps) for n in range(decodes)]
+        for decode in ds:
+            decode.siblings = ds
         for host in [*(p.host for p in ps), *(d.host for d in ds)]:
             await host.start()
             stack.push_async_callback(host.kill)

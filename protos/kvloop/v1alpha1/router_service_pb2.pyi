@@ -328,6 +328,7 @@ class ExplainTurnResponse(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    MIGRATIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The turn."""
     outcome: _builtins.str
@@ -364,6 +365,8 @@ class ExplainTurnResponse(_message.Message):
     """Prefill worker of the last attempt; empty for DIRECT."""
     decode_worker: _builtins.str
     """Decode worker of the last attempt."""
+    migrations: _builtins.int
+    """How often the answer was taken up by another decode worker after it had begun."""
     @_builtins.property
     def reuse(self) -> _turn_pb2.Reuse:
         """What came of it."""
@@ -400,10 +403,11 @@ class ExplainTurnResponse(_message.Message):
         attempts: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        migrations: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "reuse", b"reuse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "below_tokens", b"below_tokens", "by_cost", b"by_cost", "costs", b"costs", "decided_reason", b"decided_reason", "decided_verdict", b"decided_verdict", "decode_worker", b"decode_worker", "direct_budget_tokens", b"direct_budget_tokens", "direct_max_suffix", b"direct_max_suffix", "direct_refused", b"direct_refused", "direct_tokens_in_flight", b"direct_tokens_in_flight", "lease_held", b"lease_held", "lease_tokens", b"lease_tokens", "matched_tokens", b"matched_tokens", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "threshold_tokens", b"threshold_tokens", "timings_ms", b"timings_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "below_tokens", b"below_tokens", "by_cost", b"by_cost", "costs", b"costs", "decided_reason", b"decided_reason", "decided_verdict", b"decided_verdict", "decode_worker", b"decode_worker", "direct_budget_tokens", b"direct_budget_tokens", "direct_max_suffix", b"direct_max_suffix", "direct_refused", b"direct_refused", "direct_tokens_in_flight", b"direct_tokens_in_flight", "lease_held", b"lease_held", "lease_tokens", b"lease_tokens", "matched_tokens", b"matched_tokens", "migrations", b"migrations", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "threshold_tokens", b"threshold_tokens", "timings_ms", b"timings_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

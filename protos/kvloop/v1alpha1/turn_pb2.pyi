@@ -438,10 +438,16 @@ class Chunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """New token ids, packed as little-endian uint32."""
     text: _builtins.str
     """New text."""
+    finish_reason: Global___FinishReason.ValueType
+    """What ended the answer; on its last chunk alone, ahead of the summary."""
+    stop_reason: _builtins.str
+    """As in Summary; along with finish_reason."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
         """One entry per new token, when asked for."""
@@ -452,12 +458,16 @@ class Chunk(_message.Message):
         token_ids: _builtins.bytes = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        stop_reason: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "stop_reason", b"stop_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__stop_reason: _TypeAlias = _typing.Literal["stop_reason"]  # noqa: Y015
+    _WhichOneofArgType__stop_reason: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_reason) -> _WhichOneofReturnType__stop_reason | None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
@@ -514,6 +524,7 @@ class Summary(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    MIGRATED_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """What ended the answer."""
     stop_reason: _builtins.str
@@ -530,6 +541,10 @@ class Summary(_message.Message):
     """Prefill worker that served the turn; empty for DIRECT."""
     decode_worker: _builtins.str
     """Decode worker that served the turn."""
+    migrated: _builtins.bool
+    """Whether a decode worker was lost after the answer had begun and another one took the answer up. What a
+    greedy or seeded answer goes on with is what it would have been; any other goes on with a fresh sample.
+    """
     @_builtins.property
     def reuse(self) -> Global___Reuse:
         """Where the prompt's KV came from."""
@@ -556,10 +571,11 @@ class Summary(_message.Message):
         request_id: _builtins.str = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        migrated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "lease", b"lease", "reuse", b"reuse", "stop_reason", b"stop_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "lease", b"lease", "output_tokens", b"output_tokens", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "stop_reason", b"stop_reason", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "lease", b"lease", "migrated", b"migrated", "output_tokens", b"output_tokens", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "stop_reason", b"stop_reason", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_reason: _TypeAlias = _typing.Literal["stop_reason"]  # noqa: Y015
     _WhichOneofArgType__stop_reason: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason"]  # noqa: Y015

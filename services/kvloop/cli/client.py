@@ -10,6 +10,7 @@ from kvloop.cli.errors import CommandFailed
 from kvloop.runtime import tokens
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Reason, from_rpc_error
+from kvloop.runtime.security import from_environment
 from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc, sampling_pb2, turn_pb2
 
 TURN_TIMEOUT_S = 600.0
@@ -48,7 +49,7 @@ class RouterClient:
     def __init__(self, endpoint: str, token: str | None = None) -> None:
         self.endpoint = endpoint
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = open_channel(endpoint)
+        self._channel = open_channel(endpoint, from_environment())
         self._stub = router_service_pb2_grpc.RouterServiceStub(self._channel)
 
     async def close(self) -> None:

@@ -44,10 +44,11 @@ async def _ask(router: str, token: str | None, request_id: str) -> dict[str, Any
 
     from kvloop.cli.client import sentence_of
     from kvloop.runtime.channels import open_channel
+    from kvloop.runtime.security import from_environment
     from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc
 
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    async with open_channel(router) as channel:
+    async with open_channel(router, from_environment()) as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
         request = router_service_pb2.ExplainTurnRequest(request_id=request_id)
         try:

@@ -11,11 +11,13 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.rpc import code_pb2
 
 from kvloop.runtime import tracing
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error, from_status, unexplained
 from kvloop.runtime.mux.caller import Caller, CallFailed
+from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -54,11 +56,13 @@ _WORKER = frozenset(
 class LegFailed(Exception):
     """A leg that did not do its work."""
 
-    def __init__(self, failure: Failure, *, answered: bool) -> None:
+    def __init__(self, failure: Failure, *, answered: bool, late: bool = False) -> None:
         super().__init__(failure.message)
         self.failure = failure
         self.answered = answered
         """Whether the worker itself said so, and so is done with the leg; otherwise it may still be at it."""
+        self.late = late
+        """Whether the call's own deadline ended it."""
 
     @property
     def callers_fault(self) -> bool:
@@ -77,21 +81,23 @@ class LegFailed(Exception):
 
 
 def _leg_failed(error: grpc.RpcError) -> LegFailed:
-    return _judged(from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED))
+    late = isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    return _judged(from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED), late=late)
 
 
 def _carried_leg_failed(failed: CallFailed) -> LegFailed:
     unknown = Reason.ERROR_REASON_UNSPECIFIED
     if failed.status is None:
-        return _judged(unexplained(failed.code, unknown))
-    return _judged(from_status(failed.status, unknown))
+        late = failed.code == grpc.StatusCode.DEADLINE_EXCEEDED.name
+        return _judged(unexplained(failed.code, unknown), late=late)
+    return _judged(from_status(failed.status, unknown), late=failed.status.code == code_pb2.DEADLINE_EXCEEDED)
 
 
-def _judged(failure: Failure) -> LegFailed:
+def _judged(failure: Failure, *, late: bool) -> LegFailed:
     if failure.reason != Reason.ERROR_REASON_UNSPECIFIED:
         return LegFailed(failure, answered=True)
     worker = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: {failure.message}")
-    return LegFailed(worker, answered=False)
+    return LegFailed(worker, answered=False, late=late)
 
 
 def timed_out(what: str) -> LegFailed:
@@ -103,8 +109,8 @@ def timed_out(what: str) -> LegFailed:
 class PrefillLink:
     """One prefill worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
+        self._channel = open_channel(endpoint, security)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
         self._caller = Caller(
             self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest, _carried_leg_failed
@@ -163,8 +169,8 @@ class PrefillLink:
 class DecodeLink:
     """One decode worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
+        self._channel = open_channel(endpoint, security)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
         # Not the stub's: answers stay serialized.
         self._decode: Any = self._channel.unary_stream(

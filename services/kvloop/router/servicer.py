@@ -26,7 +26,6 @@ class RouterServicer:
         self._newest: dict[tuple[str, str], tuple[asyncio.Task[None], Relay]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
 
     @property
     def turns(self) -> int:
@@ -67,8 +66,9 @@ class RouterServicer:
         """Serve one turn. Nothing, headers included, is sent before the first chunk."""
         try:
             tenant = self._tenant(context)
-            self._check_room()
             turn = steps.admit(request, tenant, time_left_s(context), self._tools)
+            with turn.timed("queue"):
+                await self._tools.admission.enter(turn.time_left_s())
         except Failure as failure:
             self._tools.watch.refused(failure)
             raise
@@ -105,7 +105,7 @@ class RouterServicer:
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new turns; return when the running ones have ended, or after limit_s."""
-        self._draining = True
+        self._tools.admission.close()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -114,7 +114,7 @@ class RouterServicer:
 
     async def stop(self) -> None:
         """Cancel what still runs. Idempotent."""
-        self._draining = True
+        self._tools.admission.close()
         running = set(self._running)
         for task in running:
             task.cancel()
@@ -123,20 +123,6 @@ class RouterServicer:
 
     def _tenant(self, context: Context) -> str:
         return self._authenticator.tenant(context.invocation_metadata() or ())
-
-    def _check_room(self) -> None:
-        if self._draining:
-            raise Failure(
-                Reason.ERROR_REASON_DRAINING, "this router is going away; use another", retry_after_s=0.1
-            )
-        settings = self._tools.settings
-        if len(self._running) >= settings.max_concurrent_turns:
-            raise Failure(
-                Reason.ERROR_REASON_OVERLOADED,
-                "too many turns at once",
-                metadata={"limit": str(settings.max_concurrent_turns)},
-                retry_after_s=settings.retry_after_ms / 1000,
-            )
 
     def _start(self, turn: Turn, relay: Relay) -> asyncio.Task[None]:
         key = (turn.tenant, turn.request_id)
@@ -152,6 +138,7 @@ class RouterServicer:
 
         def ended(_: asyncio.Task[None]) -> None:
             self._running.discard(task)
+            self._tools.admission.leave()
             if not self._running:
                 self._idle.set()
             if self._newest.get(key, (None,))[0] is task:

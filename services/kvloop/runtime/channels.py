@@ -2,6 +2,8 @@
 
 import grpc
 
+from kvloop.runtime.security import PLAIN, Security
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
@@ -14,7 +16,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # How long a connection may take to come about (its name notwithstanding); refused ones cost no time.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
@@ -31,6 +34,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(endpoint: str) -> grpc.aio.Channel:
+def open_channel(endpoint: str, security: Security = PLAIN) -> grpc.aio.Channel:
     """Return a channel to host:port, bracketed for IPv6. Connects on first use."""
-    return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    credentials = security.channel_credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    options = (*CHANNEL_OPTIONS, *security.channel_options())
+    return grpc.aio.secure_channel(endpoint, credentials, options=options)

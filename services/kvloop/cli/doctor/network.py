@@ -13,6 +13,7 @@ from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable, FitnessReport, Level
 from kvloop.runtime import endpoints
 from kvloop.runtime.channels import open_channel
+from kvloop.runtime.security import from_environment
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -28,7 +29,7 @@ STORE_S = 2.0
 async def ask(role: str, endpoint: str) -> Seen:
     """Return a worker with its facts, if it tells them."""
     try:
-        async with open_channel(endpoint) as channel:
+        async with open_channel(endpoint, from_environment()) as channel:
             if role == "prefill":
                 prefill = prefill_service_pb2_grpc.PrefillServiceStub(channel)
                 asked = prefill_service_pb2.PrefillServiceGetInfoRequest()
