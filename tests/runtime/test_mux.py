@@ -12,7 +12,7 @@ from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_status, invalid
 from kvloop.runtime.mux.caller import Caller
 from kvloop.runtime.mux.carrier import Carrier
-from kvloop.runtime.mux.frames import BATCH_BYTES, WINDOW_BYTES, Outbox
+from kvloop.runtime.mux.frames import BATCH_BYTES, PAYLOAD_BYTES, WINDOW_BYTES, Outbox
 from kvloop.runtime.server import GrpcServer
 from kvloop.v1alpha1 import attach_pb2, decode_service_pb2, prefill_service_pb2, prefill_service_pb2_grpc
 
@@ -202,6 +202,31 @@ async def test_a_caller_that_goes_away_cancels_its_calls() -> None:
         for call in calls:
             with pytest.raises(Failed):
                 await within(anext(call))
+
+
+async def test_what_is_too_large_fails_alone() -> None:
+    async def large(call: Answering) -> AsyncIterator[bytes]:
+        yield b"x" * (PAYLOAD_BYTES if call.request.request_id == "large" else 1)
+
+    async with rig(large) as r:
+        with pytest.raises(Failed) as asked:
+            await within(anext(r.call("asks", prompt_token_ids=b"x" * PAYLOAD_BYTES)))
+        assert asked.value.code == "RESOURCE_EXHAUSTED"
+        with pytest.raises(Failed) as answered:
+            await within(r.texts("large"))
+        assert answered.value.status is not None
+        assert answered.value.status.code == 8
+        assert await within(r.texts("small")) == [b"x"]
+        assert r.worker.streams == 1
+
+
+async def test_nothing_is_called_after_the_end() -> None:
+    async with rig(count_to_ten) as r:
+        await within(r.texts("before"))
+        await r.caller.close()
+        with pytest.raises(Failed) as failed:
+            await within(r.texts("after"))
+        assert failed.value.code == "UNAVAILABLE"
 
 
 async def test_draining_ends_streams_once_their_calls_are_over() -> None:

@@ -85,12 +85,17 @@ def percentile(samples: Sequence[float], share: float) -> float:
     return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
 
 
-async def first_chunks(ways: Mapping[str, Way], prompt_tokens: int, rounds: int) -> dict[str, list[float]]:
+async def first_chunks(
+    ways: Mapping[str, Way], prompt_tokens: int, *, rounds: int, limit_s: float
+) -> dict[str, list[float]]:
     """Return milliseconds to the first chunk by way, one turn at a time, in changing order."""
+    until = time.monotonic() + limit_s
     talks = {name: talk(prompt_tokens, 4, VOCABULARY) for name in ways}
     samples: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
     for number in range(rounds + WARM_UP):
+        if number > 2 * WARM_UP and time.monotonic() > until:
+            break
         for name in order:
             played = await ways[name].play(talks[name])
             if number >= WARM_UP:
@@ -131,14 +136,21 @@ async def cpu(
     conversations: int,
     turns: int,
     rounds: int,
+    limit_s: float,
 ) -> list[Measured]:
-    """Return the CPU time of each way's process over turns of 32 chunks, stretch by stretch."""
+    """Return the CPU time of each way's process over turns of 32 chunks, stretch by stretch.
+
+    On a busy machine there are fewer rounds: an even number, so that no way is favoured by the order.
+    """
+    until = time.monotonic() + limit_s
     talks = {name: [talk(prompt_tokens, CHUNKS, VOCABULARY) for _ in range(conversations)] for name in ways}
     for name, (way, _) in ways.items():
         await play_many(way, talks[name], 2 * conversations)
     measured = []
     order = list(ways)
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and number % 2 == 0 and time.monotonic() > until:
+            break
         for name in order:
             way, process = ways[name]
             cpu_before, begun = process.cpu_s(), time.perf_counter()
@@ -147,6 +159,12 @@ async def cpu(
             measured.append(Measured(name, played, chunks, spent, wall))
         order.reverse()
     return measured
+
+
+def chunks_per_turn(measured: Sequence[Measured], way: str) -> float:
+    """Return how many chunks a client got of a turn."""
+    mine = [m for m in measured if m.way == way]
+    return sum(m.chunks for m in mine) / sum(m.turns for m in mine)
 
 
 def per_turn_ms(measured: Sequence[Measured], way: str) -> float:

@@ -14,8 +14,11 @@ from typing import Any, Protocol
 import grpc
 from google.rpc import status_pb2
 
-from kvloop.runtime.mux.frames import WINDOW_BYTES, Outbox
+from kvloop.runtime import logs
+from kvloop.runtime.mux.frames import PAYLOAD_BYTES, WINDOW_BYTES, Outbox
 from kvloop.v1alpha1 import attach_pb2
+
+_log = logs.get("mux")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,8 @@ class _Session:
                     call.stir()
         except grpc.aio.AioRpcError as error:
             why = error.code().name
+        except grpc.aio.BaseError as error:
+            _log.warning("attached_stream_broke", error=type(error).__name__)
         finally:
             self._end(why)
 
@@ -179,6 +184,8 @@ class _Session:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+        # A reader that was cancelled before its first step has ended nothing.
+        self._end("UNAVAILABLE")
 
 
 class Caller:
@@ -191,6 +198,7 @@ class Caller:
         self._attach = attach
         self._make_batch = make_batch
         self._failed = failed
+        self._closed = False
         self._session: _Session | None = None
         self._former: set[asyncio.Task[None]] = set()
 
@@ -198,6 +206,10 @@ class Caller:
         self, request: bytes, timeout_s: float, metadata: Iterable[tuple[str, str]] = ()
     ) -> AsyncGenerator[bytes, None]:
         """Yield the serialized responses; closing early cancels the call."""
+        if self._closed:
+            raise self._failed(CallFailed(None, "UNAVAILABLE"))
+        if len(request) > PAYLOAD_BYTES:
+            raise self._failed(CallFailed(None, "RESOURCE_EXHAUSTED"))
         session = self._current()
         call = session.open(request, timeout_s, metadata)
         timer = asyncio.get_running_loop().call_later(timeout_s, call.expire)
@@ -220,7 +232,8 @@ class Caller:
             session.leave(call)
 
     async def close(self) -> None:
-        """End the stream; calls on it break."""
+        """End the stream; calls on it break, and so do later ones."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
         if self._former:

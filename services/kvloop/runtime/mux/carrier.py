@@ -15,7 +15,7 @@ from google.rpc import code_pb2, status_pb2
 
 from kvloop.runtime import logs
 from kvloop.runtime.errors import Failure, Reason, to_status
-from kvloop.runtime.mux.frames import MAX_CALLS, WINDOW_BYTES, Outbox
+from kvloop.runtime.mux.frames import MAX_CALLS, PAYLOAD_BYTES, WINDOW_BYTES, Outbox
 from kvloop.runtime.servicing import check_parsed, lenient
 from kvloop.v1alpha1 import attach_pb2
 
@@ -187,6 +187,8 @@ class _Stream:
                 await room.wait()
 
     def _send(self, number: int, message: bytes, room: _Room) -> None:
+        if len(message) > PAYLOAD_BYTES:
+            raise _Aborted(status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED))
         room.sent(len(message))
         self.out.put(_Answer(number, message, None), len(message))
 
@@ -228,7 +230,8 @@ class Carrier:
         finally:
             self._streams.discard(stream)
             reading.cancel()
-            await asyncio.wait({reading})
+            # Also takes notice of what reading failed of, which the stream's own end tells.
+            await asyncio.gather(reading, return_exceptions=True)
             await stream.cancel_calls()
 
     def drain(self) -> None:

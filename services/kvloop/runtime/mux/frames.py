@@ -3,10 +3,14 @@
 import asyncio
 from typing import Generic, TypeVar
 
+from kvloop.runtime.channels import MAX_MESSAGE_BYTES
+
 WINDOW_BYTES = 256 * 1024
 """Of one call's messages that were sent and not taken; one message more may always be on its way."""
 BATCH_BYTES = 1024 * 1024
 """A message is not filled beyond this, so that large requests don't hold up everybody's small frames."""
+PAYLOAD_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+"""Of one frame at most: one that does not fit would break the stream, and everybody's calls."""
 MAX_CALLS = 4096
 """On one stream at a time."""
 
