@@ -23,7 +23,6 @@ KINDS = (
     "restart_store_empty",
     "slow_network_decode",
 )
-PAUSE_S = 6.0
 DOWN_S = 2.0
 _FIND_S = 60.0
 
@@ -50,12 +49,17 @@ class Faults:
         self._start = time.monotonic()
 
     async def run(self, kinds: list[str], *, gap_s: tuple[float, float]) -> None:
-        """Strike the given kinds in an order of the dice."""
-        order = list(kinds)
-        self._dice.shuffle(order)
-        for kind in order:
+        """Strike the given kinds in their order."""
+        for kind in kinds:
             await asyncio.sleep(self._dice.uniform(*gap_s))
             await self._strike(kind)
+
+    async def roll(self) -> None:
+        """Restart every router and worker by SIGTERM, one after the other."""
+        for target in self.arena.fleet.names("router", "prefill", "decode"):
+            await self._restart(target)
+            await self.arena.settled()
+            await self.traffic.routers.ready()
 
     async def _strike(self, kind: str) -> None:
         special: dict[str, Callable[[], Awaitable[None]]] = {
@@ -96,15 +100,17 @@ class Faults:
     async def _kill(self, role: str) -> None:
         target = self._target(role)
         async with self._fault(f"kill_{role}", target):
-            await self.arena.fleet.kill(target)
-            await asyncio.sleep(DOWN_S)
-            await self.arena.fleet.start(target)
+            await self._kill_and_revive(target)
 
     async def _kill_decode(self, what: str, metric: str) -> None:
         target = await self._busy(metric)
         async with self._fault(f"kill_decode_{what}", target):
-            await self.arena.fleet.kill(target)
-            await asyncio.sleep(DOWN_S)
+            await self._kill_and_revive(target)
+
+    async def _kill_and_revive(self, target: str) -> None:
+        await self.arena.fleet.kill(target)
+        await asyncio.sleep(DOWN_S)
+        if self.arena.size.revive or not target.startswith(("prefill", "decode")):
             await self.arena.fleet.start(target)
 
     async def _busy(self, metric: str) -> str:
@@ -123,12 +129,15 @@ class Faults:
         async with self._fault(f"pause_{role}", target):
             part.signal(signal.SIGSTOP)
             try:
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self.arena.size.pause_s)
             finally:
                 part.signal(signal.SIGCONT)
 
     async def _drain(self, role: str) -> None:
-        target = self._target(role)
+        await self._restart(self._target(role))
+
+    async def _restart(self, target: str) -> None:
+        role = target.partition("-")[0]
         part = self.arena.fleet.parts[target]
         async with self._fault(f"drain_{role}", target):
             part.expected_to_end = True
@@ -150,7 +159,7 @@ class Faults:
         async with self._fault("slow_network_decode", self.arena.slowed):
             self.arena.proxy.delay_s = 0.15
             try:
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self.arena.size.pause_s)
             finally:
                 self.arena.proxy.delay_s = 0.0
 
@@ -163,6 +172,6 @@ class Faults:
             server = psutil.Process(self.arena.fleet.parts["store"].facts["server_pid"])
             server.suspend()
             try:
-                await asyncio.sleep(PAUSE_S / 2)
+                await asyncio.sleep(self.arena.size.pause_s / 2)
             finally:
                 server.resume()

@@ -51,6 +51,11 @@ class Size:
     workers: dict[str, Any] = field(default_factory=dict)
     """Engine settings."""
     ready_timeout_s: float = 120.0
+    pause_s: float = 6.0
+    info_timeout_s: float = 1.0
+    revive: bool = True
+    """Whether killed workers are started again."""
+    environment: dict[str, Any] = field(default_factory=dict)
 
 
 SIMULATED = {
@@ -132,16 +137,18 @@ class Arena:
         decodes[-1] = {"listen": f"127.0.0.1:{self._behind}", "advertise": f"127.0.0.1:{self.proxy.port}"}
         path = os.pathsep.join(filter(None, (str(CLOCK), os.environ.get("PYTHONPATH", ""))))
         plan = FleetPlan(
-            prefill=[{}] * size.prefills,
+            # What the first P does not compute, it has read.
+            prefill=[{"enable_prefix_caching": number > 0} for number in range(size.prefills)],
             decode=decodes,
             # One router goes DIRECT where it can, the others read back.
             routers=[
                 {
                     "info_interval_s": 0.25,
-                    "info_timeout_s": 1.0,
+                    "info_timeout_s": size.info_timeout_s,
                     "drain_limit_s": 10.0,
                     "directory_timeout_ms": 250.0,
                     "direct": number == 0,
+                    "metrics_listen": "127.0.0.1:0",
                 }
                 for number in range(size.routers)
             ],
@@ -152,7 +159,7 @@ class Arena:
                 "metrics_listen": "127.0.0.1:0",
                 "drain_limit_s": 8.0,
             },
-            environment={"PYTHONPATH": path},
+            environment={"PYTHONPATH": path, **size.environment},
             ready_timeout_s=size.ready_timeout_s,
         )
         self.fleet = Fleet(plan, folder)
@@ -174,7 +181,7 @@ class Arena:
         (self.folder / f"{name}.clock").write_text(str(seconds))
 
     async def metric(self, name: str, metric: str) -> float:
-        """Return a gauge of one worker; 0 while it does not answer."""
+        """Return the sum of a gauge's series of one part; 0 while it does not answer."""
         try:
             page = (await self._http.get(f"http://{self.fleet.parts[name].facts['metrics']}/metrics")).text
         except httpx.HTTPError:
@@ -182,10 +189,24 @@ class Arena:
         values = [line.rpartition(" ")[2] for line in page.splitlines() if line.startswith(metric)]
         return sum(float(value) for value in values)
 
+    async def settled(self) -> None:
+        """Return when every router has every worker ready: ahead of the next one of a rolling restart."""
+        expected = self.size.prefills + self.size.decodes
+        async with asyncio.timeout(self.size.ready_timeout_s):
+            for name in self.fleet.names("router"):
+                while await self._ready(name) < expected:  # noqa: ASYNC110 - of other processes
+                    await asyncio.sleep(POLL_S)
+
+    async def _ready(self, router: str) -> float:
+        roles = [f'kvloop_router_workers{{role="{role}",state="ready"}}' for role in ("prefill", "decode")]
+        return sum([await self.metric(router, role) for role in roles])
+
     async def infos(self) -> dict[str, worker_pb2.WorkerInfo]:
         """Return the facts of all workers by part."""
         found = {}
         for name in self.fleet.names("prefill", "decode"):
+            if not self.fleet.parts[name].running:
+                continue
             async with open_channel(self.fleet.endpoint(name)) as channel:
                 found[name] = await _info(name, channel)
         return found

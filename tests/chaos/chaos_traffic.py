@@ -5,9 +5,9 @@ import difflib
 import hashlib
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from chaos_fleet import Size
@@ -16,6 +16,9 @@ from kvloop.runtime import tokens
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Reason, from_rpc_error
 from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc, sampling_pb2, turn_pb2
+
+if TYPE_CHECKING:
+    from chaos_oracle import Oracle
 
 ATTEMPTS = 2
 DEADLINE_S = 60.0
@@ -36,14 +39,6 @@ class Said:
     def digest(self) -> str:
         """Return a digest of tokens and text."""
         return hashlib.sha256(tokens.pack(self.token_ids) + self.text.encode()).hexdigest()[:16]
-
-
-class Oracle(Protocol):
-    """Knows what an undisturbed fleet answers."""
-
-    async def answer(self, prompt: Sequence[int], sampling: sampling_pb2.SamplingParams) -> Said:
-        """Return the answer."""
-        ...
 
 
 @dataclass
@@ -119,6 +114,10 @@ class Routers:
                 continue
             return
 
+    async def ready(self) -> None:
+        """Return when every router is connected."""
+        await asyncio.gather(*(channel.channel_ready() for channel in self._channels.values()))
+
     async def close(self) -> None:
         """Hang up."""
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
@@ -128,7 +127,13 @@ class Traffic:
     """The turns of a run."""
 
     def __init__(
-        self, size: Size, routers: Routers, oracle: Oracle, *, seed: int, vocabulary: Sequence[int]
+        self,
+        size: Size,
+        routers: Routers,
+        oracle: "Oracle",
+        *,
+        seed: int,
+        words: Callable[[random.Random, int], list[int]],
     ) -> None:
         self.size = size
         self.routers = routers
@@ -140,7 +145,8 @@ class Traffic:
         self.lost = self.duplicated = 0
         self._oracle = oracle
         self._dice = random.Random(seed)
-        self._vocabulary = vocabulary
+        self._words = words
+        self._unchecked: list[tuple[Record, list[int], sampling_pb2.SamplingParams, Said | None]] = []
         self._serial = itertools.count()
         self._idle = [self._begin(f"c{number}") for number in range(size.conversations)]
         self._under_way: dict[str, Record] = {}
@@ -175,7 +181,7 @@ class Traffic:
         return Conversation(name, self._ids(*self.size.prompt_tokens))
 
     def _ids(self, least: int, most: int) -> list[int]:
-        return [self._dice.choice(self._vocabulary) for _ in range(self._dice.randint(least, most))]
+        return self._words(self._dice, self._dice.randint(least, most))
 
     async def _sampling(self, prompt: list[int]) -> sampling_pb2.SamplingParams:
         """Greedy mostly; sometimes with a seed, a stop string from the middle, or log probabilities."""
@@ -183,6 +189,8 @@ class Traffic:
             temperature=0.0, max_tokens=self._dice.randint(*self.size.answer_tokens)
         )
         kind = self._dice.random()
+        if self._oracle.late:
+            return sampling
         if kind < 0.15:
             sampling.temperature, sampling.seed = 0.8, self._dice.getrandbits(31)
         elif kind < 0.25:
@@ -214,19 +222,31 @@ class Traffic:
             said = await self._attempts(record, request)
         finally:
             del self._under_way[record.id]
+        self.records.append(record)
+        if self._oracle.late:
+            self._unchecked.append((record, prompt, sampling, said))
+            conversation.history = prompt + (said.token_ids if said is not None else [])
+            return
+        expected = await self._check(record, prompt, sampling, said)
+        # After a turn that failed the agent goes on all the same, with an answer of its own.
+        conversation.history = prompt + (said or expected).token_ids
+
+    async def check(self) -> None:
+        """Compare what could not be compared before."""
+        for waiting in self._unchecked:
+            await self._check(*waiting)
+
+    async def _check(
+        self, record: Record, prompt: list[int], sampling: sampling_pb2.SamplingParams, said: Said | None
+    ) -> Said:
         expected = await self._oracle.answer(prompt, sampling)
         record.expected_digest = expected.digest
-        self.records.append(record)
-        if said is None:
-            # The agent goes on all the same, with an answer of its own.
-            conversation.history = prompt + expected.token_ids
-            return
-        assert said.summary is not None
-        record.actual_digest = said.digest
-        record.migrated = said.summary.migrated
-        record.verdict = turn_pb2.Verdict.Name(said.summary.reuse.verdict).removeprefix("VERDICT_")
-        self._compare(expected, said)
-        conversation.history = prompt + said.token_ids
+        if said is not None and said.summary is not None:
+            record.actual_digest = said.digest
+            record.migrated = said.summary.migrated
+            record.verdict = turn_pb2.Verdict.Name(said.summary.reuse.verdict).removeprefix("VERDICT_")
+            self._compare(expected, said)
+        return expected
 
     def _compare(self, expected: Said, said: Said) -> None:
         assert said.summary is not None

@@ -51,6 +51,7 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ({"directory_timeout_ms": 0}, "directory_timeout_ms"),
         ({"no_such_name": 1}, "no such setting"),
         ({"prefill_endpoints": "", "decode_endpoints": "", "discover": False}, "at least one worker"),
+        ({"prefill_endpoints": "", "decode_endpoints": ""}, "unless directory_url names a store"),
         ({"discover": True, "directory_url": "memory://"}, "memory:// is none"),
     ],
 )

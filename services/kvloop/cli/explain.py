@@ -73,7 +73,7 @@ def rows(told: dict[str, Any]) -> list[tuple[str, str]]:
     reuse, costs = told.get("reuse", {}), told.get("costs")
     tokens = reuse.get("tokens", {})
     found = [
-        ("outcome", f"{told['outcome']}, attempts {told['attempts']}"),
+        ("outcome", f"{told['outcome']}, attempts {told['attempts']}{_migrated(told)}"),
         ("decided", _why(told["decided_verdict"], told["decided_reason"])),
         ("came of it", _why(reuse.get("verdict", ""), reuse.get("reason", ""))),
         ("tokens", ", ".join(f"{name} {number}" for name, number in tokens.items()) or "-"),
@@ -113,6 +113,11 @@ def rows(told: dict[str, Any]) -> list[tuple[str, str]]:
     found.append(("spent ms", ", ".join(f"{name} {ms:.1f}" for name, ms in spent)))
     found.append(("workers", f"{told['prefill_worker'] or '-'}, {told['decode_worker'] or '-'}"))
     return found
+
+
+def _migrated(told: dict[str, Any]) -> str:
+    times = told.get("migrations", 0)
+    return f", taken up by another decode worker {times} times" if times else ""
 
 
 def _why(verdict: str, reason: str) -> str:

@@ -25,7 +25,7 @@ from kvloop.runtime.errors import Failure, Reason
 from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, turn_pb2
 
 _TELL_TIMEOUT_S = 3.0
-_LOOK_AGAIN_S = 0.05
+_LOOK_AGAIN_S = 0.1
 # What a holder answers that will not go on from its lease, and what that says of the lease. UNSPECIFIED:
 # nothing, it may still be read.
 _REFUSALS = {
@@ -63,16 +63,17 @@ async def place(turn: Turn, tools: Tools) -> None:
 
 
 async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
-    patience = min(tools.settings.migration_wait_s, turn.time_left_s()) if turn.streaming else 0.0
-    until = tools.clock.monotonic() + patience
+    settings = tools.settings
+    patience = settings.migration_wait_s if turn.streaming else settings.worker_wait_s
+    until = tools.clock.monotonic() + min(patience, turn.time_left_s())
     while True:
         try:
             return await tools.admission.place(
                 lambda: _find(turn, tools, reads_back=reads_back), turn.time_left_s()
             )
-        except Failure:
-            # Nobody but this turn can go on with its answer; a worker that pauses is soon ready again.
-            if tools.clock.monotonic() >= until:
+        except Failure as failure:
+            # A worker that pauses or restarts is soon ready again.
+            if failure.reason != Reason.ERROR_REASON_NO_WORKER or tools.clock.monotonic() >= until:
                 raise
             await asyncio.sleep(_LOOK_AGAIN_S)
 

@@ -11,7 +11,6 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-from google.rpc import code_pb2
 
 from kvloop.runtime import tracing
 from kvloop.runtime.channels import open_channel
@@ -56,13 +55,13 @@ _WORKER = frozenset(
 class LegFailed(Exception):
     """A leg that did not do its work."""
 
-    def __init__(self, failure: Failure, *, answered: bool, late: bool = False) -> None:
+    def __init__(self, failure: Failure, *, answered: bool) -> None:
         super().__init__(failure.message)
         self.failure = failure
         self.answered = answered
         """Whether the worker itself said so, and so is done with the leg; otherwise it may still be at it."""
-        self.late = late
-        """Whether the call's own deadline ended it."""
+        self.late = False
+        """Whether the deadline of a question ended it."""
 
     @property
     def callers_fault(self) -> bool:
@@ -81,23 +80,27 @@ class LegFailed(Exception):
 
 
 def _leg_failed(error: grpc.RpcError) -> LegFailed:
-    late = isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    return _judged(from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED), late=late)
+    return _judged(from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED))
 
 
 def _carried_leg_failed(failed: CallFailed) -> LegFailed:
     unknown = Reason.ERROR_REASON_UNSPECIFIED
     if failed.status is None:
-        late = failed.code == grpc.StatusCode.DEADLINE_EXCEEDED.name
-        return _judged(unexplained(failed.code, unknown), late=late)
-    return _judged(from_status(failed.status, unknown), late=failed.status.code == code_pb2.DEADLINE_EXCEEDED)
+        return _judged(unexplained(failed.code, unknown))
+    return _judged(from_status(failed.status, unknown))
 
 
-def _judged(failure: Failure, *, late: bool) -> LegFailed:
+def _judged(failure: Failure) -> LegFailed:
     if failure.reason != Reason.ERROR_REASON_UNSPECIFIED:
         return LegFailed(failure, answered=True)
     worker = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: {failure.message}")
-    return LegFailed(worker, answered=False, late=late)
+    return LegFailed(worker, answered=False)
+
+
+def _not_told(error: grpc.aio.AioRpcError) -> LegFailed:
+    failed = _leg_failed(error)
+    failed.late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    return failed
 
 
 def timed_out(what: str) -> LegFailed:
@@ -155,7 +158,7 @@ class PrefillLink:
         try:
             response = await self._stub.GetInfo(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from None
+            raise _not_told(error) from None
         info: worker_pb2.WorkerInfo = response.info
         self._attach = info.attach
         return info
@@ -216,7 +219,7 @@ class DecodeLink:
         try:
             response = await self._stub.GetInfo(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from None
+            raise _not_told(error) from None
         info: worker_pb2.WorkerInfo = response.info
         self._attach = info.attach
         return info

@@ -80,8 +80,10 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Tries of a turn before its first chunk; every try but the first is cold."""
     max_migrations: Annotated[int, Field(ge=0, le=16)] = 4
     """How often an answer that has begun may be taken up by another decode worker."""
+    worker_wait_s: Annotated[float, Field(ge=0)] = 2.0
+    """How long a turn waits for workers to be ready, ahead of its first leg."""
     migration_wait_s: Annotated[float, Field(ge=0)] = 10.0
-    """How long an answer that has begun waits for workers to be ready again."""
+    """The same of an answer that has begun."""
     info_interval_s: Annotated[float, Field(gt=0)] = 1.0
     """How often each worker is asked for its facts."""
     info_timeout_s: Annotated[float, Field(gt=0)] = 2.0
@@ -125,10 +127,12 @@ class RouterSettings(ObservedSettings, GuardedSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.discovers and not (self.prefill_endpoints and self.decode_endpoints):
+        # An explicit discover may have a store that comes otherwise than by its URL.
+        found = self.discovers and (self.discover or self.directory_url)
+        if not found and not (self.prefill_endpoints and self.decode_endpoints):
             raise ValueError(
                 "prefill_endpoints and decode_endpoints must each name at least one worker,"
-                " unless discover is on"
+                " unless directory_url names a store in which workers announce themselves"
             )
         if self.discovers and self.directory_url.startswith("memory:"):
             raise ValueError(
