@@ -24,6 +24,7 @@ KINDS = (
     "slow_network_decode",
 )
 DOWN_S = 2.0
+MIN_READY_S = 3.0
 _FIND_S = 60.0
 
 
@@ -60,6 +61,8 @@ class Faults:
             await self._restart(target)
             await self.arena.settled()
             await self.traffic.routers.ready()
+            # As minReadySeconds: a turn that was refused just now must not meet the next one's end.
+            await asyncio.sleep(MIN_READY_S)
 
     async def _strike(self, kind: str) -> None:
         special: dict[str, Callable[[], Awaitable[None]]] = {

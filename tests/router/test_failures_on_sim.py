@@ -152,7 +152,9 @@ async def test_f7_directory_down_at_publish_and_back() -> None:
 
 
 async def test_a_router_that_stops_in_the_middle_strands_nothing() -> None:
-    async with sim_fleet(engine=SLOW) as fleet:
+    # A prompt whose decode leg was cancelled before its read is freed by its time.
+    brief = {"prefill_hold_s": 3.0, "read_margin_s": 0.5}
+    async with sim_fleet(engine=SLOW | brief) as fleet:
         app = await fleet.router()
         client = await fleet.client(app)
         calls = [client.generate(ask(ids(300, seed=n), f"c{n}", max_tokens=300)) for n in range(6)]

@@ -60,6 +60,8 @@ async def place(turn: Turn, tools: Tools) -> None:
         # A prefill engine that can't read back would wait for the handle's blocks for ever.
         if reads_back and (info is None or not info.bidirectional_kv_xfer):
             turn.decision = verdicts.cold(Why.REUSE_REASON_INCOMPATIBLE)
+        elif reads_back and _rests(turn, tools):
+            turn.decision = verdicts.cold(Why.REUSE_REASON_READ_FAILED)
 
 
 async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
@@ -86,6 +88,7 @@ def _find(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair | None:
             avoid=turn.avoid,
             reads_back=reads_back,
             home=turn.home,
+            reads_from=turn.holder if reads_back else None,
             # An answer that has begun does not wait behind those that have not.
             limit=None if turn.streaming else tools.settings.max_turns_per_worker,
         )
@@ -93,6 +96,13 @@ def _find(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair | None:
         if failure.reason == Reason.ERROR_REASON_OVERLOADED:
             return None
         raise
+
+
+def _rests(turn: Turn, tools: Tools) -> bool:
+    pair, holder = turn.pair, turn.holder
+    if pair is None or pair.prefill is None or holder is None:
+        return False
+    return tools.pool.pairs.rests(pair.prefill, holder)
 
 
 def _take_places(turn: Turn) -> None:
@@ -144,8 +154,20 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
             _note(turn, worker, failed)
             raise
     worker.succeeded()
+    _note_read_back(turn, tools, response)
     leave(turn, tools, worker)
     return response
+
+
+def _note_read_back(turn: Turn, tools: Tools, response: prefill_service_pb2.PrefillResponse) -> None:
+    assert turn.pair is not None
+    prefill = turn.pair.prefill
+    if prefill is None or turn.holder is None or turn.decided.verdict != Verdict.VERDICT_READBACK:
+        return
+    if response.reuse.reason == Why.REUSE_REASON_READ_FAILED:
+        tools.pool.pairs.failed(prefill, turn.holder)
+    elif response.reuse.readback.bytes:
+        tools.pool.pairs.succeeded(prefill, turn.holder)
 
 
 async def _prefill_call(
@@ -292,11 +314,21 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
                 if failed.answered and turn.heard == heard_before:
                     _abandon_prefill(turn, tools)
                 _note(turn, worker, failed)
+                if failed.answered and failed.failure.reason == Reason.ERROR_REASON_KV_READ_FAILED:
+                    _note_handoff(turn, tools, failed=True)
                 raise
         finally:
             await events.aclose()
     worker.succeeded()
+    _note_handoff(turn, tools, failed=False)
     _release_replaced(turn, tools)
+
+
+def _note_handoff(turn: Turn, tools: Tools, *, failed: bool) -> None:
+    assert turn.pair is not None
+    if turn.pair.prefill is not None:
+        note = tools.pool.pairs.failed if failed else tools.pool.pairs.succeeded
+        note(turn.pair.decode, turn.pair.prefill)
 
 
 def _heard_first(turn: Turn, tools: Tools) -> None:

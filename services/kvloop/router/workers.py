@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvloop.router.legs import DecodeLink, LegFailed, PrefillLink
+from kvloop.router.pairs import Pairs
 from kvloop.router.settings import RouterSettings
 from kvloop.router.worker import AnyWorker, DecodeWorker, L, PrefillWorker, Worker
 from kvloop.runtime.clock import Clock
@@ -76,6 +77,7 @@ class WorkerPool:
         security: Security = PLAIN,
     ) -> None:
         self._security = security
+        self.pairs = Pairs(clock)
         self._settings = settings
         self._clock = clock
         self._rng = rng or random.Random()
@@ -193,11 +195,12 @@ class WorkerPool:
         reads_back: bool = False,
         home: bytes = b"",
         limit: int | None = None,
+        reads_from: DecodeWorker | None = None,
     ) -> Pair:
         """Return the pair for an attempt; workers to avoid only serve when there is no other.
 
         home: what decides which prefill worker is preferred; empty for none. limit: turns that a worker may
-        have a place for.
+        have a place for. reads_from: whose KV the prefill worker is to read.
 
         Failures: NO_WORKER (with RetryInfo) when a leg has no ready worker, OVERLOADED when one has no place.
         """
@@ -219,10 +222,13 @@ class WorkerPool:
             decodes = [w for w in decodes if w.places < limit]
             if not prefills or not decodes:
                 raise Failure(Reason.ERROR_REASON_OVERLOADED, "every worker has its turns")
-        return Pair(
-            self._place_prefill([w for w in prefills if w not in avoid] or prefills, home),
-            self._place_decode([w for w in decodes if w not in avoid] or decodes, prefer_decode),
-        )
+        prefills = [w for w in prefills if w not in avoid] or prefills
+        if reads_from is not None:
+            prefills = [w for w in prefills if not self.pairs.rests(w, reads_from)] or prefills
+        prefill = self._place_prefill(prefills, home)
+        decodes = [w for w in decodes if w not in avoid] or decodes
+        decodes = [w for w in decodes if not self.pairs.rests(w, prefill)] or decodes
+        return Pair(prefill, self._place_decode(decodes, prefer_decode))
 
     def _all(self) -> list[AnyWorker]:
         return [*self.prefill, *self.decode]

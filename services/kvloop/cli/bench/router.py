@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -171,7 +172,7 @@ async def _vllm_router(
 async def _measure(plan: _Plan) -> dict[str, Any]:
     from kvloop.cli.bench import environment
 
-    begun = time.monotonic()
+    begun, busy = time.monotonic(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvloop-bench-") as folder:
         paced = await _paced(plan, Path(folder) / "paced")
         instant = await _instant(plan, Path(folder) / "instant")
@@ -179,6 +180,8 @@ async def _measure(plan: _Plan) -> dict[str, Any]:
         "when": environment.now(),
         "machine": environment.machine(),
         "versions": environment.versions(),
+        # Of the whole machine, before and after: what is beyond some two was not ours.
+        "load_average": [round(busy, 1), round(os.getloadavg()[0], 1)],
         "wall_s": round(time.monotonic() - begun),
         **{key: value for key, value in {**instant, **paced}.items() if key != "samples"},
         "samples": instant["samples"] | paced["samples"],
