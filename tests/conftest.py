@@ -18,7 +18,7 @@ SLOW_FILES = {
     "ops/test_fleet.py",
 }
 SLOW_FOLDERS = {"cases"}
-# The first test of a room waits for up to three engines to start, each of which imports and compiles on two cores.
+# The first test of a room waits for up to three engines to start, which import and compile on two cores.
 ENGINE_TIMEOUT_S = 480
 SLOW_STORES = {"redis", "acl", "tls", "sentinel", "cluster"}
 
