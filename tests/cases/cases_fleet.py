@@ -59,7 +59,13 @@ def _vllm(model: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     block_size = 32
     per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
-    settings = {"engine": "vllm", "model": str(model), "block_size": block_size, "max_model_len": 2048}
+    settings = {
+        "engine": "vllm",
+        "model": str(model),
+        "block_size": block_size,
+        "max_model_len": 2048,
+        "allow_untested": bool(os.environ.get("KVLOOP_ALLOW_UNTESTED")),
+    }
     facts = {
         "block_size": block_size,
         "block_bytes": per_token * block_size,

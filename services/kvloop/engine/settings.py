@@ -103,6 +103,8 @@ class EngineSettings(BaseModel):
     omp_threads: int | None = Field(None, ge=1)
     extra_engine_args: dict[str, Any] = {}
     """Further vLLM engine arguments, by their Python names."""
+    allow_untested: bool = False
+    """Run the connector plugin on vLLM versions and models that it was not tested with."""
     control_path: Path | None = None
     """Unix socket of the engine core's table of holds, at most 100 characters; absent: one in a private
     temporary folder."""
