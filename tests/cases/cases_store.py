@@ -24,6 +24,14 @@ class Entries:
                 return bytes(key)
         raise AssertionError("the lease is not in the directory")
 
+    async def published(self, lease_id: str) -> bool:
+        """Tell whether the directory names a lease."""
+        try:
+            await self.key_of(lease_id)
+        except AssertionError:
+            return False
+        return True
+
     async def entry(self, lease_id: str) -> lease_pb2.DirectoryEntry:
         """Return a lease's entry."""
         entry = codec.decode(await self.raw(await self.key_of(lease_id)))

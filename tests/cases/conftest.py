@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases_fleet import open_stack
 from cases_kit import Case, Stack
+from catalogue import IDS
 
-OUT = Path("out/cases.json")
+OUT = Path(os.environ.get("KVLOOP_CASES_OUT", "out/cases.json"))
+RESTARTING = {"test_elsewhere", "test_faults", "test_identity", "test_reload", "test_guards"}
+"""These restart parts of the fleet, so they come last."""
 _records: list[dict[str, Any]] = []
 
 
@@ -25,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    items.sort(key=lambda item: here in item.path.parents and item.path.stem == "test_faults")
+    items.sort(key=lambda item: here in item.path.parents and item.path.stem in RESTARTING)
     for item in items:
         if here in item.path.parents and isinstance(item, pytest.Function) and _is_async(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
@@ -54,6 +59,7 @@ def router(request: pytest.FixtureRequest) -> str:
 @pytest_asyncio.fixture(loop_scope="session")
 async def case(request: pytest.FixtureRequest, stack: Stack, engine: str, router: str) -> AsyncIterator[Case]:
     marker = request.node.get_closest_marker("case")
+    started = time.monotonic()
     running = Case(marker.args[0], marker.args[1], stack, router)
     await running.begin()
     yield running
@@ -61,8 +67,11 @@ async def case(request: pytest.FixtureRequest, stack: Stack, engine: str, router
         await running.close()
         return
     await running.finish()
-    if engine == "vllm":
-        _records.append({"id": running.id, "expected": running.expected, "router": router, **running.record})
+    if engine == "vllm" and running.id in IDS:
+        took = {"ms": (time.monotonic() - started) * 1000}
+        about = {"id": running.id, "expected": running.expected, "router": running.router}
+        _records.append({**about, **running.record, **took})
+        _write_records((await stack.info("d1")).engine_version)
 
 
 _failed = pytest.StashKey[bool]()
@@ -76,12 +85,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _write_records() -> Iterator[None]:
-    yield
-    if _records:
-        OUT.parent.mkdir(exist_ok=True)
-        OUT.write_text(json.dumps({"cases": _records}, indent=1), encoding="utf-8")
+def _write_records(version: str) -> None:
+    """Write what there is, after each case: a run that is cut short keeps it."""
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps({"vllm": version, "cases": _records}, indent=1), encoding="utf-8")
 
 
 FACTS = (

@@ -1,4 +1,4 @@
-"""`kvloop chat` and `kvloop leases` against simulated engines, without a terminal."""
+"""`kvloop chat`, `kvloop leases` and `kvloop reload` against simulated engines, without a terminal."""
 
 import hashlib
 import itertools
@@ -31,6 +31,7 @@ class Place:
     guarded: str
     """Asks for a token."""
     decode: str
+    prefill: str
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -51,7 +52,7 @@ async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place
     )
     async with Fleet(plan, folder / "parts") as fleet:
         first, second = fleet.endpoints("router")
-        yield Place(first, second, fleet.endpoint("decode-0"))
+        yield Place(first, second, fleet.endpoint("decode-0"), fleet.endpoint("prefill-0"))
 
 
 @pytest.fixture
@@ -199,3 +200,24 @@ async def test_no_tokenizer_ends_the_command(kvloop: Start, tmp_path: Path) -> N
     assert session.wait() == 1
     assert "--tokenizer" in session.text()
     assert "Traceback" not in session.text()
+
+
+async def test_reload_lets_leases_go_and_serves_on(chat: Start, kvloop: Start, place: Place) -> None:
+    session = chat(place.router, "--max-tokens", "6")
+    session.process.stdin.write("a message that leaves a lease behind\n")
+    session.process.stdin.flush()
+    session.wait_for("computed")
+    reloaded = kvloop("reload", "two", "--prefill", place.prefill, "--decode", place.decode)
+    assert reloaded.wait() == 0, reloaded.text()
+    assert reloaded.text().count("epoch ") == 2
+    listed = kvloop("leases", "--json", "--decode", place.decode)
+    assert listed.wait() == 0
+    assert json.loads(listed.text())["leases"] == []
+    nobody = kvloop("reload", "three", "--prefill", "127.0.0.1:1", "--decode", place.decode)
+    assert nobody.wait() != 0
+    assert "127.0.0.1:1" in nobody.text()
+    again = kvloop("reload", "three", "--prefill", place.prefill, "--decode", place.decode)
+    assert again.wait() == 0, again.text()
+    session.process.stdin.write("and another\n")
+    session.process.stdin.close()
+    assert session.wait() == 0, session.text()

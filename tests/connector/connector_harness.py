@@ -140,6 +140,7 @@ class EngineProcess:
                     "num_threads": 1,
                     "kvloop_control_path": str(self.control_path),
                     "kvloop_test_hooks": True,
+                    "kvloop_allow_untested": bool(os.environ.get("KVLOOP_ALLOW_UNTESTED")),
                     "kvloop_start_margin_s": 0.5,
                     **extra,
                 },

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvloop.connector.control import ControlClient, ControlError, Report
+from kvloop.connector.hooks import Hooks
 from kvloop.connector.server import ControlServer
 from kvloop.connector.table import Hold, HoldTable
 from kvloop.connector.turns import TurnLog
@@ -29,9 +30,10 @@ REPORT: Report = {
 class FakeEngine:
     """Owns the pool's blocks and gives back what the table lets go of, on its own thread."""
 
-    def __init__(self, path: Path, hooks: set[str] | None) -> None:
+    def __init__(self, path: Path, hooks: Hooks | None) -> None:
         self.table, self.turns = HoldTable(), TurnLog()
         self.free = 10
+        self.versions: list[str] = []
         self.woken = threading.Event()
         self.over = False
         self.server = ControlServer(
@@ -41,7 +43,8 @@ class FakeEngine:
             handle=self.handle,
             wake=self.woken.set,
             pool=lambda: (10, self.free),
-            guards_off=hooks,
+            reloaded=self.versions.append,
+            hooks=hooks,
         )
         self.thread = threading.Thread(target=self.run)
 
@@ -62,7 +65,7 @@ class FakeEngine:
         self.table.hold(lease_id, kind="decode", blocks=ids, num_tokens=blocks * 16 - 3, ttl_s=ttl_s)
 
 
-HOOKS: set[str] = set()
+HOOKS = Hooks()
 
 
 @pytest.fixture
@@ -72,7 +75,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def engine(path: Path) -> Any:
-    HOOKS.clear()
+    HOOKS.guards_off.clear()
+    HOOKS.stall = HOOKS.spoil = None
     engine = FakeEngine(path, HOOKS)
     engine.thread.start()
     engine.server.start()
@@ -187,6 +191,9 @@ async def test_extend(engine: FakeEngine, control: ControlClient) -> None:
         ({"op": "release", "lease_id": 5}, "bad_request"),
         ({"op": "extend", "lease_id": "a", "ttl_s": "x"}, "bad_request"),
         ({"op": "guard", "name": "everything", "enabled": False}, "bad_request"),
+        ({"op": "stall", "where": "middle"}, "bad_request"),
+        ({"op": "spoil", "how": "badly"}, "bad_request"),
+        ({"op": "reloaded", "weights_version": ""}, "bad_request"),
         ({"op": "nonsense"}, "bad_request"),
         ({}, "bad_request"),
     ],
@@ -208,16 +215,48 @@ async def test_guards_are_switched_by_tests_only(
     tmp_path: Path, engine: FakeEngine, control: ControlClient
 ) -> None:
     await control.guard("hash", False)
-    assert {"hash"} == HOOKS
+    assert HOOKS.guards_off == {"hash"}
     await control.guard("hash", True)
-    assert set() == HOOKS
+    assert not HOOKS.guards_off
     other = FakeEngine(tmp_path / "other", None)
     other.server.start()
     client = await ControlClient.connect(tmp_path / "other")
     with pytest.raises(ControlError, match="bad_request"):
         await client.guard("hash", False)
+    for call in (client.stall("end"), client.spoil("short"), client.evict("a")):
+        with pytest.raises(ControlError, match="bad_request"):
+            await call
     await client.close()
     other.server.stop()
+
+
+async def test_reads_are_stalled_and_handles_spoiled(engine: FakeEngine, control: ControlClient) -> None:
+    await control.stall("end")
+    await control.spoil("twice")
+    assert (HOOKS.stall, HOOKS.spoil) == ("end", "twice")
+    await control.stall(None)
+    await control.spoil(None)
+    assert (HOOKS.stall, HOOKS.spoil) == (None, None)
+
+
+async def test_a_hold_is_evicted_by_name(engine: FakeEngine, control: ControlClient) -> None:
+    engine.keep("a")
+    engine.keep("b")
+    events = control.subscribe()
+    first = asyncio.ensure_future(anext(events))
+    grant = await control.begin_read("a", 20, 30.0)
+    assert not await control.evict("a")
+    assert await control.evict("b")
+    assert await first == {"lease_id": "b", "reason": "evicted"}
+    assert not await control.evict("b")
+    await control.end_read("a", grant["read_id"])
+    assert await control.evict("a")
+    await events.aclose()
+
+
+async def test_new_weights_are_told(engine: FakeEngine, control: ControlClient) -> None:
+    await control.reloaded("v2")
+    assert engine.versions == ["v2"]
 
 
 async def test_many_calls_at_once(engine: FakeEngine, control: ControlClient) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from router_sim import ids
 
-from kvloop.cli.client import RouterClient, Turn
 from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
+from kvloop.client import Client
 from kvloop.v1alpha1 import sampling_pb2
 
 WATCHED: dict[str, Any] = {"metrics_listen": "127.0.0.1:0", "directory_timeout_ms": 2000.0}
@@ -30,13 +30,13 @@ async def watched_fleet(folder: Path, **router: Any) -> AsyncIterator[Fleet]:
 
 async def play(fleet: Fleet, conversation: str, turns: int = 3) -> None:
     """Play turns of a conversation that goes on from its own answers."""
-    client = RouterClient(fleet.endpoint("router-0"))
+    client = Client(fleet.endpoint("router-0"))
     sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     history = ids(100, seed=len(conversation))
     try:
         for _ in range(turns):
-            async for piece in client.generate(Turn(history, conversation, sampling)):
-                history = [*history, *piece.token_ids]
+            async for event in client.turn(history, conversation_id=conversation, sampling=sampling):
+                history = [*history, *event.token_ids]
             history += ids(50, seed=len(history))
     finally:
         await client.close()

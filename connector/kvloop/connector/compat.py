@@ -1,14 +1,14 @@
 """Everything that differs between vLLM versions, and what the plugin refuses to run on.
 
 Names are vLLM's at 0.29.0 unless said otherwise. 0.26.0 has the same hooks; its hash seed needs
-PYTHONHASHSEED equal on both sides. 0.32.0 reports failed reads in another way (get_transfer_results,
-with _pop_done_transfers returning a pair), which the worker side does not do yet.
+PYTHONHASHSEED equal on both sides. 0.32.0 reports failed reads in another way: kvloop.connector.reads.
 """
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import TPMapping
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import EngineCoreRequestType
@@ -18,9 +18,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 TESTED = frozenset({"0.26.0", "0.29.0"})
 """vLLM releases on which the plugin has run: its tests on 0.29.0, deploy/h200 on 0.26.0."""
 
+REPORTS_FAILURES = hasattr(NixlBaseConnectorWorker, "get_transfer_results")
+"""Whether failed reads are reported as results (0.32)."""
+
 _COUNTS_CONSUMERS = "local_consumers" in TPMapping.__dataclass_fields__
 
 __all__ = [
+    "REPORTS_FAILURES",
     "TESTED",
     "EngineWaker",
     "check_supported",

@@ -8,7 +8,8 @@ vLLM's own keys (bidirectional_kv_xfer must be true):
 - kvloop_hold_share: share of the pool's blocks that decode holds may keep (0.5)
 - kvloop_start_margin_s: a read starts only this long before its handle's deadline (2.0)
 - kvloop_allow_untested: run on vLLM versions and models that the plugin was not tested with (false)
-- kvloop_test_hooks: let the control socket switch single guards off (false)
+- kvloop_weights_version: name of the weights under the model's name: handles of others are refused ("")
+- kvloop_test_hooks: let the control socket break things, see kvloop.connector.hooks (false)
 """
 
 from typing import Any

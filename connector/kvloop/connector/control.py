@@ -197,9 +197,25 @@ class ControlClient:
         """End all holds, pinned ones doomed; return how many. Each becomes an event "revoked"."""
         return int(await self._call("revoke_all"))
 
+    async def reloaded(self, weights_version: str) -> None:
+        """Say that the engine's weights are others now: handles of other versions are refused from now on."""
+        await self._call("reloaded", weights_version=weights_version)
+
     async def guard(self, name: Literal["deadline", "hash", "counts"], enabled: bool) -> None:
         """Switch a single guard (tests only: needs the extra-config kvloop_test_hooks)."""
         await self._call("guard", name=name, enabled=enabled)
+
+    async def stall(self, where: Literal["start", "end"] | None) -> None:
+        """Have this engine's reads wait, see kvloop.connector.hooks; None lets them go on (tests only)."""
+        await self._call("stall", where=where)
+
+    async def spoil(self, how: Literal["short", "range", "twice", "other"] | None) -> None:
+        """Have this engine give out bad handles, see kvloop.connector.hooks; None ends it (tests only)."""
+        await self._call("spoil", how=how)
+
+    async def evict(self, lease_id: str) -> bool:
+        """End a hold as the pool's pressure would; False when there is none (tests only)."""
+        return bool(await self._call("evict", lease_id=lease_id))
 
     async def subscribe(self) -> AsyncIterator[Event]:
         """Yield holds that end by deadline, eviction or revocation from now on, until closed."""

@@ -17,6 +17,8 @@ class Orders:
     notices: list[tuple[str, str]] = field(default_factory=list)
     """(engine, remote request id) of handles that nobody will read."""
     guards_off: frozenset[str] = frozenset()
+    stalled: bool = False
+    """Whether a test wants reads not to be seen to end."""
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvloop.connector import compat, guard, pressure
 from kvloop.connector.control import Report, TransferInfo
+from kvloop.connector.hooks import Hooks, spoiled
 from kvloop.connector.metadata import Orders, WorkerReport
 from kvloop.connector.server import ControlServer
 from kvloop.connector.table import Hold, HoldTable, Kind
@@ -87,7 +88,8 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._step_for_readers = current_platform.device_type == "cpu"
-        self._guards_off: set[str] = set()
+        self._hooks = Hooks()
+        self._weights_version = str(extra("kvloop_weights_version", ""))
         self._waker = compat.EngineWaker()
         self._poked = False
         self._pool: Any = None
@@ -98,10 +100,11 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self._table,
             self._log,
             path=None if path is None else Path(path),
-            handle=self._handle,
+            handle=self._give_out,
             wake=self._wake,
             pool=lambda: (self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()),
-            guards_off=self._guards_off if extra("kvloop_test_hooks", False) else None,
+            reloaded=self._note_reload,
+            hooks=self._hooks if extra("kvloop_test_hooks", False) else None,
         )
 
     # -- life -----------------------------------------------------------------------------------------
@@ -157,12 +160,14 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         is_readback = not params.get("do_remote_prefill")
         if is_readback and not (params.get("do_remote_decode") and params.get("remote_block_ids")):
             return 0, False
+        if self._hooks.stall == "start":
+            return None, False
         if turn.readable is None and turn.refused is None:
             try:
                 if not _is_plain_text(request):
                     raise guard.RefusedError("hash")
                 prompt = guard.Text(request.prompt_token_ids, request.block_hashes, _scope(request))
-                turn.readable = guard.examine(params, self._rules(), prompt, self._guards_off)
+                turn.readable = guard.examine(params, self._rules(), prompt, self._hooks.guards_off)
             except guard.RefusedError as error:
                 turn.refused = error.reason
         if turn.readable is None:
@@ -216,7 +221,8 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             needed = pressure.next_step(running, self.block_size, self._step_tokens)
             pressure.relieve(self._table, self._pool, needed, self._give_back)
         meta = super().build_connector_meta(scheduler_output)
-        self._orders.guards_off = frozenset(self._guards_off)
+        self._orders.guards_off = frozenset(self._hooks.guards_off)
+        self._orders.stalled = self._hooks.stall == "end"
         meta.kvloop, self._orders = self._orders, Orders()
         return meta
 
@@ -342,8 +348,17 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             guard.SEAL: guard.seal(self._rules(), num_tokens, kept.text),
         }
 
+    def _give_out(self, hold: Hold, num_tokens: int, token: str, deadline: float) -> dict[str, Any]:
+        params = self._handle(hold, num_tokens, token, deadline)
+        return spoiled(params, self._hooks.spoil) if self._hooks.spoil is not None else params
+
     def _rules(self) -> guard.Rules:
-        return guard.Rules(self.block_size, self._hash_unit, guard.seed_digest(compat.hash_seed()))
+        seed = compat.hash_seed() + self._weights_version.encode()
+        return guard.Rules(self.block_size, self._hash_unit, guard.seed_digest(seed))
+
+    def _note_reload(self, version: str) -> None:
+        # Only while nothing is held: what is sealed later is of the new weights.
+        self._weights_version = version
 
     # -- reports --------------------------------------------------------------------------------------
 

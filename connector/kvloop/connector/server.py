@@ -18,6 +18,7 @@ from typing import Any
 
 from kvloop.connector.control import LINE_LIMIT, HoldInfo, Report
 from kvloop.connector.guard import SWITCHES
+from kvloop.connector.hooks import SPOILS, STALLS, Hooks
 from kvloop.connector.table import Hold, HoldTable, NotHeld, Snapshot
 from kvloop.connector.turns import TurnLog
 
@@ -49,11 +50,12 @@ class ControlServer:
         handle: Handle,
         wake: Callable[[], None],
         pool: Callable[[], tuple[int, int]],
-        guards_off: set[str] | None = None,
+        reloaded: Callable[[str], None] = lambda _version: None,
+        hooks: Hooks | None = None,
     ) -> None:
         """handle makes kv_transfer_params; wake makes the engine step; pool returns (total, free) blocks.
 
-        guards_off: the set that the guard operation changes, or None where it is not allowed.
+        reloaded is told the version of new weights. hooks: what tests may change, or None where they may not.
         """
         self._table = table
         self._turns = turns
@@ -61,7 +63,8 @@ class ControlServer:
         self._handle = handle
         self._wake = wake
         self._pool = pool
-        self._guards_off = guards_off
+        self._reloaded = reloaded
+        self._hooks = hooks
         self._loop = asyncio.new_event_loop()
         self._settled: dict[str, set[asyncio.Future[None]]] = {}
         self._subscribers: set[asyncio.StreamWriter] = set()
@@ -78,7 +81,11 @@ class ControlServer:
             "list": self._list,
             "pool": self._pool_state,
             "revoke_all": self._revoke_all,
+            "reloaded": self._note_reload,
             "guard": self._switch,
+            "stall": self._stall,
+            "spoil": self._spoil,
+            "evict": self._evict,
         }
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
@@ -292,13 +299,41 @@ class ControlServer:
             "leases": self._table.leases,
         }
 
+    def _note_reload(self, message: Mapping[str, Any]) -> None:
+        self._reloaded(_text(message, "weights_version"))
+
+    # -- what tests may break -------------------------------------------------------------------------
+
+    def _allowed(self) -> Hooks:
+        if self._hooks is None:
+            raise BadRequestError
+        return self._hooks
+
     def _switch(self, message: Mapping[str, Any]) -> None:
-        if self._guards_off is None or message["name"] not in SWITCHES:
+        off = self._allowed().guards_off
+        if message["name"] not in SWITCHES:
             raise BadRequestError
         if message["enabled"]:
-            self._guards_off.discard(message["name"])
+            off.discard(message["name"])
         else:
-            self._guards_off.add(message["name"])
+            off.add(message["name"])
+
+    def _stall(self, message: Mapping[str, Any]) -> None:
+        hooks, where = self._allowed(), message["where"]
+        if where is not None and where not in STALLS:
+            raise BadRequestError
+        hooks.stall = where
+        self._wake()
+
+    def _spoil(self, message: Mapping[str, Any]) -> None:
+        hooks, how = self._allowed(), message["how"]
+        if how is not None and how not in SPOILS:
+            raise BadRequestError
+        hooks.spoil = how
+
+    def _evict(self, message: Mapping[str, Any]) -> bool:
+        self._allowed()
+        return self._table.evict(_text(message, "lease_id"))
 
 
 def _info(found: Snapshot) -> HoldInfo:

@@ -142,6 +142,15 @@ class HoldTable:
         with self._lock:
             return self._evict(keep=None)
 
+    def evict(self, lease_id: str) -> bool:
+        """Evict a certain decode hold; False when there is none or a read is in progress."""
+        with self._lock:
+            entry = self._live.get(lease_id)
+            if entry is None or not self._evictable(entry):
+                return False
+            self._end(entry, "evicted")
+            return True
+
     def take_freeable(self) -> list[tuple[int, ...]]:
         """Return, once, the block lists whose references are to be given back."""
         with self._lock:

@@ -9,35 +9,30 @@ peer's data may yet arrive in them.
 import functools
 import logging
 import os
-import threading
 import time
 from collections import OrderedDict
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.platforms import current_platform
 
 from kvloop.connector import compat
 from kvloop.connector.guard import Refusal
 from kvloop.connector.metadata import Orders, Read, WorkerReport
+from kvloop.connector.reads import Reads
 
 _log = logging.getLogger("vllm.kvloop")
 
 _MAX_PARTIAL_NOTICES = 65536
 
 
-class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
+class KvloopWorker(Reads):  # type: ignore[misc]
     """vLLM's reader of remote KV, made to refuse what may be wrong."""
 
+    _worker_report: WorkerReport
+
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        self._report_lock = threading.Lock()
-        self._worker_report = WorkerReport()
-        self._reads: dict[str, Read] = {}
-        self._abandoned: set[str] = set()
-        """Requests that have failed while transfers of theirs are still in flight."""
-        self._refused_now: set[str] = set()
-        self._guards_off: frozenset[str] = frozenset()
+        self._init_reads()
         self._partial_notices: OrderedDict[str, int] = OrderedDict()
         transfer = vllm_config.kv_transfer_config
         self._start_margin_s = float(transfer.get_from_extra_config("kvloop_start_margin_s", 2.0))
@@ -51,7 +46,7 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def start_load_kv(self, metadata: Any) -> None:
         """Begin the step's reads; fail those that the scheduler side refused."""
         orders: Orders = metadata.kvloop
-        self._guards_off = orders.guards_off
+        self._guards_off, self._stalled = orders.guards_off, orders.stalled
         super().start_load_kv(metadata)
         for request_id, blocks in orders.refused.items():
             self._invalid_block_ids.put(set(blocks))
@@ -69,15 +64,10 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def _is_turn2_read_expired(self, meta: Any) -> bool:
         return False  # decided in _read_blocks_for_req, with our own margin
 
-    def _deadline(self, meta: Any) -> float:
-        """Return the latest moment, on this process's clock, at which a completed read counts."""
-        expiry = meta.remote.blocks_expiry_time
-        offset = self._engine_clock_offset.get(meta.remote.engine_id)
-        if "deadline" in self._guards_off:
-            return float("inf")
-        return float("-inf") if expiry is None or offset is None else float(expiry - offset)
-
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
+        if meta.remote.engine_id not in self._remote_agents:
+            super()._read_blocks_for_req(req_id, meta)  # shakes hands and comes back (vLLM 0.32)
+            return
         if time.perf_counter() + self._start_margin_s >= self._deadline(meta):
             self._fail(req_id, "deadline")
             return
@@ -98,92 +88,8 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         return all(0 < block < logical for group in meta.remote.block_ids for block in group)
 
     def _fail(self, req_id: str, reason: Refusal) -> None:
-        with self._report_lock:
-            self._worker_report.failed.setdefault(req_id, reason)
-        self._handle_failed_transfer(req_id, None)
-
-    def _handle_failed_transfer(self, req_id: str, handle: int | None) -> None:
-        """Fail a read; the request's blocks are its own until all its transfers have ended."""
-        with self._report_lock:
-            self._worker_report.failed.setdefault(req_id, "transfer")
-        if handle is not None and not self._release_handle(handle):
-            self._recving_transfers.setdefault(req_id, []).append(handle)
-        if req_id not in self._recving_transfers:
-            super()._handle_failed_transfer(req_id, None)
-            return
-        # _pop_done_transfers reports it, exactly once, when nothing of it is in flight any more.
-        self._abandon(req_id)
-
-    def _abandon(self, req_id: str) -> None:
-        if req_id not in self._abandoned:
-            self._abandoned.add(req_id)
-            meta = self._recving_metadata.get(req_id)
-            if meta is not None:
-                self._invalid_block_ids.put(set(meta.local_block_ids[0]))
-
-    def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> set[str]:
-        done: set[str] = set()
-        for req_id, handles in list(transfers.items()):
-            pending = [handle for handle in handles if not self._ended(req_id, handle)]
-            meta = self._recving_metadata.get(req_id)
-            late = meta is None or time.perf_counter() >= self._deadline(meta)
-            if late and req_id not in self._abandoned:
-                with self._report_lock:
-                    self._worker_report.failed.setdefault(req_id, "deadline")
-                self._abandon(req_id)
-            if pending:
-                transfers[req_id] = pending
-                continue
-            del transfers[req_id]
-            read = self._reads.pop(req_id, Read())
-            if req_id in self._abandoned:
-                self._abandoned.discard(req_id)
-                self.xfer_stats.record_failed_transfer()
-                self._failed_recv_reqs.put(req_id)
-            else:
-                with self._report_lock:
-                    self._worker_report.reads[req_id] = read
-                done.add(req_id)
-        return done
-
-    def _ended(self, req_id: str, handle: int) -> bool:
-        """Return whether a transfer is over, noting how."""
-        try:
-            state = self.nixl_wrapper.check_xfer_state(handle)
-            if state == "PROC":
-                return False
-            if state == "DONE":
-                telemetry = self.nixl_wrapper.get_xfer_telemetry(handle)
-                self.xfer_stats.record_transfer(telemetry)
-                read = self._reads.setdefault(req_id, Read())
-                read.ms = max(read.ms, telemetry.xferDuration / 1e3)
-                read.bytes += telemetry.totalBytes
-                read.descriptors += telemetry.descCount
-                self.nixl_wrapper.release_xfer_handle(handle)
-                return True
-        except Exception:  # noqa: BLE001 - NIXL raises its own kinds
-            if req_id not in self._abandoned:
-                _log.exception("kvloop: transfer failed")
-        with self._report_lock:
-            self._worker_report.failed.setdefault(req_id, "transfer")
-        self._abandon(req_id)
-        return self._release_handle(handle)
-
-    def _release_handle(self, handle: int) -> bool:
-        """Release a failed transfer; one that can't be released may still write, so it is not over."""
-        try:
-            self.nixl_wrapper.release_xfer_handle(handle)
-        except Exception:  # noqa: BLE001 - NIXL raises its own kinds
-            _log.debug("kvloop: transfer handle could not be released yet", exc_info=True)
-            return False
-        return True
-
-    def get_finished(self) -> tuple[set[str], set[str]]:
-        """Return requests whose reads are over, failed ones included."""
-        sent, received = super().get_finished()
-        received |= self._refused_now
-        self._refused_now = set()
-        return sent, received
+        self._note_failed(req_id, reason)
+        self._refuse(req_id)
 
     # -- being read -----------------------------------------------------------------------------------
 
@@ -225,7 +131,8 @@ class KvloopWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         with self._report_lock:
             if not self._worker_report:
                 return None
-            report, self._worker_report = self._worker_report, WorkerReport()
+            report: WorkerReport = self._worker_report
+            self._worker_report = WorkerReport()
             return report
 
 

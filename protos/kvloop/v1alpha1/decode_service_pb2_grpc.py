@@ -40,6 +40,11 @@ class DecodeServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.stream_stream(
+                '/kvloop.v1alpha1.DecodeService/Attach',
+                request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachResponse.FromString,
+                _registered_method=True)
         self.BeginRead = channel.unary_unary(
                 '/kvloop.v1alpha1.DecodeService/BeginRead',
                 request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.BeginReadRequest.SerializeToString,
@@ -60,6 +65,11 @@ class DecodeServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesResponse.FromString,
                 _registered_method=True)
+        self.ReloadWeights = channel.unary_unary(
+                '/kvloop.v1alpha1.DecodeService/ReloadWeights',
+                request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/kvloop.v1alpha1.DecodeService/GetInfo',
                 request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceGetInfoRequest.SerializeToString,
@@ -73,6 +83,13 @@ class DecodeServiceServicer:
 
     def Decode(self, request, context):
         """Decode serves the second leg of a turn. The lease is published before the summary is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request_iterator, context):
+        """Attach carries many calls of Decode on one stream. A stream that breaks ends all of its calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +123,13 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadWeights(self, request, context):
+        """ReloadWeights loads other weights under the same name: no new turns, all leases revoked, a new epoch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """GetInfo tells the worker's facts.
         """
@@ -120,6 +144,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachResponse.SerializeToString,
             ),
             'BeginRead': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginRead,
@@ -140,6 +169,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.ListLeases,
                     request_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesResponse.SerializeToString,
+            ),
+            'ReloadWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadWeights,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -175,6 +209,33 @@ class DecodeService:
             '/kvloop.v1alpha1.DecodeService/Decode',
             kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvloop.v1alpha1.DecodeService/Attach',
+            kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -283,6 +344,33 @@ class DecodeService:
             '/kvloop.v1alpha1.DecodeService/ListLeases',
             kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_decode__service__pb2.ListLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloop.v1alpha1.DecodeService/ReloadWeights',
+            kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceReloadWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

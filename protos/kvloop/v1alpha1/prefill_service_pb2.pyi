@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvloop.v1alpha1 import attach_pb2 as _attach_pb2
 from kvloop.v1alpha1 import lease_pb2 as _lease_pb2
 from kvloop.v1alpha1 import sampling_pb2 as _sampling_pb2
 from kvloop.v1alpha1 import turn_pb2 as _turn_pb2
@@ -129,6 +130,54 @@ class PrefillResponse(_message.Message):
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
 
 @_typing.final
+class PrefillServiceAttachRequest(_message.Message):
+    """PrefillServiceAttachRequest holds what was ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[_attach_pb2.CallFrame]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[_attach_pb2.CallFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceAttachRequest: _TypeAlias = PrefillServiceAttachRequest  # noqa: Y015
+
+@_typing.final
+class PrefillServiceAttachResponse(_message.Message):
+    """PrefillServiceAttachResponse holds what was ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[_attach_pb2.AnswerFrame]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[_attach_pb2.AnswerFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceAttachResponse: _TypeAlias = PrefillServiceAttachResponse  # noqa: Y015
+
+@_typing.final
 class ReleasePrefillRequest(_message.Message):
     """ReleasePrefillRequest names an attempt."""
 
@@ -171,6 +220,50 @@ class ReleasePrefillResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleasePrefillResponse: _TypeAlias = ReleasePrefillResponse  # noqa: Y015
+
+@_typing.final
+class PrefillServiceReloadWeightsRequest(_message.Message):
+    """PrefillServiceReloadWeightsRequest says which weights are there now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    weights_version: _builtins.str
+    """As in DecodeServiceReloadWeightsRequest."""
+    def __init__(
+        self,
+        *,
+        weights_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["weights_version", b"weights_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceReloadWeightsRequest: _TypeAlias = PrefillServiceReloadWeightsRequest  # noqa: Y015
+
+@_typing.final
+class PrefillServiceReloadWeightsResponse(_message.Message):
+    """PrefillServiceReloadWeightsResponse comes when turns are admitted again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    """The new epoch."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceReloadWeightsResponse: _TypeAlias = PrefillServiceReloadWeightsResponse  # noqa: Y015
 
 @_typing.final
 class PrefillServiceGetInfoRequest(_message.Message):

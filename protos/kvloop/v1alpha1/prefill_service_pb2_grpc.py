@@ -40,10 +40,20 @@ class PrefillServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.stream_stream(
+                '/kvloop.v1alpha1.PrefillService/Attach',
+                request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachResponse.FromString,
+                _registered_method=True)
         self.ReleasePrefill = channel.unary_unary(
                 '/kvloop.v1alpha1.PrefillService/ReleasePrefill',
                 request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillResponse.FromString,
+                _registered_method=True)
+        self.ReloadWeights = channel.unary_unary(
+                '/kvloop.v1alpha1.PrefillService/ReloadWeights',
+                request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsResponse.FromString,
                 _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/kvloop.v1alpha1.PrefillService/GetInfo',
@@ -63,8 +73,22 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attach(self, request_iterator, context):
+        """Attach carries many calls of Prefill on one stream. A stream that breaks ends all of its calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleasePrefill(self, request, context):
         """ReleasePrefill lets go of KV that no decode worker will read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReloadWeights(self, request, context):
+        """ReloadWeights loads other weights under the same name: no new turns, nothing kept, a new epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,10 +109,20 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     request_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillResponse.SerializeToString,
             ),
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachResponse.SerializeToString,
+            ),
             'ReleasePrefill': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleasePrefill,
                     request_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillResponse.SerializeToString,
+            ),
+            'ReloadWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadWeights,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -135,6 +169,33 @@ class PrefillService:
             _registered_method=True)
 
     @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvloop.v1alpha1.PrefillService/Attach',
+            kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ReleasePrefill(request,
             target,
             options=(),
@@ -151,6 +212,33 @@ class PrefillService:
             '/kvloop.v1alpha1.PrefillService/ReleasePrefill',
             kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloop.v1alpha1.PrefillService/ReloadWeights',
+            kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceReloadWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,8 +35,12 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillRequest, _prefill_service_pb2.PrefillResponse]
     """Prefill makes the prompt's KV ready to be read."""
+    Attach: _grpc.StreamStreamMultiCallable[_prefill_service_pb2.PrefillServiceAttachRequest, _prefill_service_pb2.PrefillServiceAttachResponse]
+    """Attach carries many calls of Prefill on one stream. A stream that breaks ends all of its calls."""
     ReleasePrefill: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.ReleasePrefillRequest, _prefill_service_pb2.ReleasePrefillResponse]
     """ReleasePrefill lets go of KV that no decode worker will read."""
+    ReloadWeights: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceReloadWeightsRequest, _prefill_service_pb2.PrefillServiceReloadWeightsResponse]
+    """ReloadWeights loads other weights under the same name: no new turns, nothing kept, a new epoch."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceGetInfoRequest, _prefill_service_pb2.PrefillServiceGetInfoResponse]
     """GetInfo tells the worker's facts."""
 
@@ -47,8 +51,12 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillRequest, _prefill_service_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill makes the prompt's KV ready to be read."""
+    Attach: _aio.StreamStreamMultiCallable[_prefill_service_pb2.PrefillServiceAttachRequest, _prefill_service_pb2.PrefillServiceAttachResponse]  # type: ignore[assignment]
+    """Attach carries many calls of Prefill on one stream. A stream that breaks ends all of its calls."""
     ReleasePrefill: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.ReleasePrefillRequest, _prefill_service_pb2.ReleasePrefillResponse]  # type: ignore[assignment]
     """ReleasePrefill lets go of KV that no decode worker will read."""
+    ReloadWeights: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceReloadWeightsRequest, _prefill_service_pb2.PrefillServiceReloadWeightsResponse]  # type: ignore[assignment]
+    """ReloadWeights loads other weights under the same name: no new turns, nothing kept, a new epoch."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceGetInfoRequest, _prefill_service_pb2.PrefillServiceGetInfoResponse]  # type: ignore[assignment]
     """GetInfo tells the worker's facts."""
 
@@ -64,12 +72,28 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         """Prefill makes the prompt's KV ready to be read."""
 
     @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _MaybeAsyncIterator[_prefill_service_pb2.PrefillServiceAttachRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_prefill_service_pb2.PrefillServiceAttachResponse], _abc.AsyncIterator[_prefill_service_pb2.PrefillServiceAttachResponse]]:
+        """Attach carries many calls of Prefill on one stream. A stream that breaks ends all of its calls."""
+
+    @_abc_1.abstractmethod
     def ReleasePrefill(
         self,
         request: _prefill_service_pb2.ReleasePrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_service_pb2.ReleasePrefillResponse, _abc.Awaitable[_prefill_service_pb2.ReleasePrefillResponse]]:
         """ReleasePrefill lets go of KV that no decode worker will read."""
+
+    @_abc_1.abstractmethod
+    def ReloadWeights(
+        self,
+        request: _prefill_service_pb2.PrefillServiceReloadWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_service_pb2.PrefillServiceReloadWeightsResponse, _abc.Awaitable[_prefill_service_pb2.PrefillServiceReloadWeightsResponse]]:
+        """ReloadWeights loads other weights under the same name: no new turns, nothing kept, a new epoch."""
 
     @_abc_1.abstractmethod
     def GetInfo(

@@ -48,9 +48,9 @@ async def _check(endpoint: str, service: str, timeout_s: float) -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from kvloop.runtime.channels import open_channel
+    from kvloop.runtime.security import from_environment
 
-    async with open_channel(endpoint) as channel:
+    async with from_environment().channel(endpoint) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)

@@ -22,6 +22,7 @@ _COMMANDS = {
     "leases": _Lazy("kvloop.cli.leases:app", "app", "List the leases that are held; advise on hold time."),
     "health": _Lazy("kvloop.cli.health:health", "function", "Ask one process whether it serves."),
     "top": _Lazy("kvloop.cli.top.command:top", "function", "Watch workers, leases and verdicts."),
+    "reload": _Lazy("kvloop.cli.reload:reload", "function", "Have workers load their weights anew."),
     "doctor": _Lazy("kvloop.cli.doctor.command:doctor", "function", "Check a deployment; say what to do."),
     "explain": _Lazy("kvloop.cli.explain:explain", "function", "Show the numbers behind a recent turn."),
     "demo": _Lazy("kvloop.cli.demo.command:demo", "function", "One conversation with and without reuse."),
@@ -29,6 +30,7 @@ _COMMANDS = {
         "kvloop.cli.demo.cluster:demo_cluster", "function", "Three routers behind HAProxy, watched."
     ),
     "bench": _Lazy("kvloop.cli.bench.command:app", "app", "Measure: sweeps, load, comparisons."),
+    "certs": _Lazy("kvloop.cli.certs:certs", "function", "Make certificates for development."),
     "model": _Lazy("kvloop.cli.model:app", "app", "Get models."),
 }
 

@@ -5,6 +5,7 @@ import contextlib
 
 from kvloop.decode.direct import Direct, DirectPolicy
 from kvloop.decode.keeper import Keeper, Policy
+from kvloop.decode.prolonging import LivePolicy, Prolonger
 from kvloop.decode.publishing import Publisher
 from kvloop.decode.reading import Reading, ReadPolicy
 from kvloop.decode.servicer import SERVICE_NAME, DecodeServicer, Parts
@@ -12,6 +13,7 @@ from kvloop.decode.settings import DecodeSettings
 from kvloop.decode.turns import Turns
 from kvloop.decode.watching import watch_leases
 from kvloop.engine.port import Engine
+from kvloop.engine.reloading import Reloading
 from kvloop.engine.worker import WorkerLife
 from kvloop.metastore.factory import Store
 from kvloop.metastore.tracing import traced
@@ -67,6 +69,7 @@ class DecodeApp:
         await self._life.start_engine()
         self._parts = parts = self._wire()
         self._life.spawn(parts.keeper.watch())
+        self._life.spawn(parts.prolonger.run())
         self._life.metrics.probe(self._probe)
         self._servicer.open(parts)
         await self._life.open(load=lambda: float(len(parts.turns)))
@@ -123,14 +126,25 @@ class DecodeApp:
         keeper = Keeper(engine, publisher, clock, policy)
         metrics = self._life.metrics
         keeper.table.tell_gap = lambda gap_s: metrics.observe("kvloop_turn_gap_seconds", value=gap_s)
+        prolonger = Prolonger(engine, keeper, publisher, clock, LivePolicy(max_ttl_s=settings.max_ttl_s))
+        keeper.on_lease = prolonger.add
         direct = Direct(engine, keeper, clock, DirectPolicy(budget=settings.direct_budget_tokens))
+        turns = Turns(
+            engine, keeper, direct, clock, worker_id=self._life.worker_id, metrics=self._life.metrics
+        )
+        off = frozenset(settings.guards_off)
+
+        async def let_go() -> None:
+            await turns.finished()
+            await keeper.revoke_all()
+
         return Parts(
             engine=engine,
             keeper=keeper,
-            reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s)),
-            turns=Turns(
-                engine, keeper, direct, clock, worker_id=self._life.worker_id, metrics=self._life.metrics
-            ),
+            prolonger=prolonger,
+            reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s), off),
+            turns=turns,
+            reloading=Reloading(engine, let_go),
             clock=clock,
             worker_id=self._life.worker_id,
         )

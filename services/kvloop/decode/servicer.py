@@ -2,17 +2,21 @@
 """DecodeService over gRPC: what arrives is checked and handed on; decisions are made elsewhere."""
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvloop.decode.keeper import Keeper
 from kvloop.decode.listing import list_leases
+from kvloop.decode.prolonging import Prolonger
 from kvloop.decode.reading import Reading
 from kvloop.decode.turns import Turns
 from kvloop.engine.port import Engine
+from kvloop.engine.reloading import Reloading
 from kvloop.engine.worker import worker_info
 from kvloop.runtime import checks, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure, Reason, invalid
+from kvloop.runtime.mux.carrier import Carrier
 from kvloop.runtime.servicing import Context, stream, time_left_s, unary
 from kvloop.v1alpha1 import decode_service_pb2, decode_service_pb2_grpc
 
@@ -26,8 +30,10 @@ class Parts:
 
     engine: Engine
     keeper: Keeper
+    prolonger: Prolonger
     reading: Reading
     turns: Turns
+    reloading: Reloading
     clock: Clock
     worker_id: str
 
@@ -38,6 +44,9 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     def __init__(self) -> None:
         self._open: Parts | None = None
         self._draining = False
+        self._carrier = Carrier(
+            self.Decode, decode_service_pb2.DecodeRequest, decode_service_pb2.DecodeServiceAttachResponse
+        )
 
     def open(self, parts: Parts) -> None:
         """Begin to serve."""
@@ -46,6 +55,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     def drain(self) -> None:
         """Refuse new turns; leases are served on."""
         self._draining = True
+        self._carrier.drain()
 
     @property
     def _parts(self) -> Parts:
@@ -64,6 +74,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         turns = self._parts.turns
         if self._draining:
             raise Failure(Reason.ERROR_REASON_DRAINING, "the worker is going away")
+        self._parts.reloading.admit()
         with tracing.continued(context.invocation_metadata()):
             leg = turns.begin(request)
         try:
@@ -71,6 +82,17 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                 yield response
         finally:
             leg.leave()
+
+    @stream
+    async def Attach(
+        self,
+        request_iterator: AsyncIterator[decode_service_pb2.DecodeServiceAttachRequest],
+        context: Context,
+    ) -> AsyncIterator[decode_service_pb2.DecodeServiceAttachResponse]:
+        """Carry many calls of Decode."""
+        async with aclosing(self._carrier.serve(request_iterator, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     @unary
     async def BeginRead(
@@ -117,6 +139,15 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         checks.check_deadline(time_left_s(context))
         parts = self._parts
         return await list_leases(request, parts.keeper, parts.engine, parts.clock)
+
+    @unary
+    async def ReloadWeights(
+        self, request: decode_service_pb2.DecodeServiceReloadWeightsRequest, context: Context
+    ) -> decode_service_pb2.DecodeServiceReloadWeightsResponse:
+        """Load other weights under the same name."""
+        left = checks.check_deadline(time_left_s(context))
+        epoch = await self._parts.reloading.run(request.weights_version, left)
+        return decode_service_pb2.DecodeServiceReloadWeightsResponse(epoch=epoch)
 
     @unary
     async def GetInfo(

@@ -1,6 +1,6 @@
 """Settings of a decode worker."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ class DecodeSettings(WorkerSettings):
     listen: str = "127.0.0.1:50052"
     """host:port of the DecodeService; port 0 takes a free one."""
     max_ttl_s: float = Field(3600.0, gt=0)
-    """Longest time for which a turn may ask to be held."""
+    """Longest time for which a turn is held: as asked, or because its conversation's session is open."""
     pin_s: float = Field(30.0, gt=0)
     """Time of a read whose reader names none."""
     max_pin_s: float = Field(120.0, gt=0)
@@ -31,9 +31,13 @@ class DecodeSettings(WorkerSettings):
     prefix cache."""
     drain_limit_s: float = Field(30.0, ge=0)
     """For how long a draining worker serves its leases."""
+    guards_off: tuple[Literal["epoch", "scope"], ...] = ()
+    """Guards of BeginRead that are switched off; tests only, with test_hooks."""
 
     @model_validator(mode="after")
     def _refuse_contradictions_of_time(self) -> Self:
+        if self.guards_off and not self.test_hooks:
+            raise ValueError("guards_off is for tests of the guards; remove it, or set test_hooks")
         if self.pin_s > self.max_pin_s:
             raise ValueError(
                 f"pin_s ({self.pin_s} s) is more than max_pin_s ({self.max_pin_s} s); lower the first"

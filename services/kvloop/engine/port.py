@@ -15,7 +15,7 @@ from kvloop.v1alpha1 import sampling_pb2, turn_pb2, worker_pb2
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What does not change in the life of one engine process."""
+    """What does not change in the life of one engine process, but by a reload of its weights."""
 
     engine: str
     """"vllm" or "simulated"."""
@@ -256,4 +256,12 @@ class Engine(Protocol):
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; False while blocks are in use."""
+        ...
+
+    async def reload_weights(self, version: str) -> None:
+        """Load the weights from where they lie, under the same name, in a new epoch.
+
+        Call it while nothing is in use or cached. Engines of different versions have different
+        compatibilities and refuse each other's handles.
+        """
         ...

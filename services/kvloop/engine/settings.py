@@ -67,6 +67,9 @@ class EngineSettings(BaseModel):
     """Name in requests; the model's own by default."""
     revision: str | None = None
     """Revision on the hub, or the name of these weights; part of every lease's scope."""
+    weights_version: str = Field("", max_length=64)
+    """Name of the weights that lie under the model's name, if they change there (kvloop reload): workers of
+    different ones are not paired."""
     adapters: dict[str, str] = {}
     """LoRA adapters: name -> path."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -102,6 +105,11 @@ class EngineSettings(BaseModel):
     omp_threads: int | None = Field(None, ge=1)
     extra_engine_args: dict[str, Any] = {}
     """Further vLLM engine arguments, by their Python names."""
+    allow_untested: bool = False
+    """Run the connector plugin on vLLM versions and models that it was not tested with."""
+    control_path: Path | None = None
+    """Unix socket of the engine core's table of holds, at most 100 characters; absent: one in a private
+    temporary folder."""
     test_hooks: bool = False
     """Lets tests stop and break things inside the engine. Never in production."""
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 from kvloop.engine.port import Engine
+from kvloop.engine.reloading import Reloading
 from kvloop.engine.worker import WorkerLife
 from kvloop.metastore.factory import Store
 from kvloop.prefill.leg import Legs
@@ -34,7 +35,7 @@ class PrefillApp:
         self._servicer = PrefillServicer()
         clock = clock or SystemClock()
         self._decodes: frozenset[str] = frozenset()
-        self._peers = Peers(clock, settings.max_peers)
+        self._peers = Peers(clock, settings.max_peers, self._life.security)
         rule = EndpointRule(settings.decode_endpoints, lambda: self._decodes)
         times = ReaderTimes(settings.begin_read_timeout_s, settings.end_read_timeout_s, settings.pin_s)
         self._reader = Reader(self._peers, rule, clock, times)
@@ -65,7 +66,9 @@ class PrefillApp:
         await self._life.start_engine()
         self._life.metrics.probe(self._legs.probe)
         self._life.spawn(self._follow_registry())
-        self._servicer.open(Parts(self._life.engine, self._legs, self._life.worker_id))
+        # What decode workers are still to fetch is waited for with the blocks.
+        reloading = Reloading(self._life.engine, self._legs.finished)
+        self._servicer.open(Parts(self._life.engine, self._legs, reloading, self._life.worker_id))
         self._opened = True
         await self._life.open(load=lambda: float(self._legs.running))
 

@@ -1,5 +1,6 @@
 """One prefill leg: read back what is proven, compute the rest, once more from cold when a read fails."""
 
+import asyncio
 from dataclasses import dataclass, replace
 
 from kvloop.engine.port import Engine, EngineFacts, PrefillJob, PrefillOutcome
@@ -49,6 +50,7 @@ class Legs:
         self._clock = clock
         self._metrics = metrics
         self.running = 0
+        self._quiet = asyncio.Event()
 
     async def run(
         self, request: prefill_service_pb2.PrefillRequest, time_left_s: float
@@ -61,9 +63,16 @@ class Legs:
             done = await self._prefill(request, time_left_s)
         finally:
             self.running -= 1
+            self._quiet.set()
         response = _response(done, (self._clock.monotonic() - started) * 1000)
         self._watch(done, response.reuse)
         return response
+
+    async def finished(self) -> None:
+        """Return when no leg is in progress."""
+        while self.running:
+            self._quiet.clear()
+            await self._quiet.wait()
 
     async def release(self, request_id: str) -> bool:
         """Let go of a leg's outcome, whichever of its two attempts made it."""

@@ -58,6 +58,7 @@ def describe(turn: Turn, outcome: str) -> router_service_pb2.ExplainTurnResponse
         prompt_tokens=turn.prompt_tokens,
         attempts=turn.attempt,
         direct_refused=turn.direct_refused,
+        migrations=turn.migrations,
         timings_ms=turn.timings,
         found_by_prefix=turn.by_prefix,
     )

@@ -4,19 +4,22 @@
                                   (place -> go on, for DIRECT)
 
 Each step reads and fills the Turn and is timed under its own name. What stands in brackets is one attempt:
-when a leg fails before the first chunk, the turn starts again there, cold, with a fresh id.
+when a leg fails before the first chunk, the turn starts again there, cold, with a fresh id; when it fails
+later, the answer goes on there (migration.py).
 """
 
 import secrets
 
-from kvloop.router.attempts import decode, go_on, place, prefill, start_again
+from kvloop.router.attempts import decode, go_on, leave, place, prefill
 from kvloop.router.identity import SCOPE_BYTES, Owner
 from kvloop.router.legs import LegFailed
+from kvloop.router.migration import repeatable
 from kvloop.router.planning import lookup, verdict
+from kvloop.router.recovery import start_again
 from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Verdict, Why
-from kvloop.runtime import checks, logs
+from kvloop.runtime import checks, logs, tokens
 from kvloop.runtime.errors import Failure, invalid
 from kvloop.v1alpha1 import router_service_pb2
 
@@ -48,7 +51,7 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
     turn.expected_tokens = turn.decided.expected_tokens
     while True:
         try:
-            place(turn, tools)
+            await place(turn, tools)
             if turn.is_direct:
                 if await go_on(turn, tools, relay):
                     break
@@ -57,12 +60,15 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
             await decode(turn, tools, relay)
             break
         except LegFailed as failed:
-            start_again(turn, tools, failed)
-            tools.watch.retried(failed.failure)
+            if not start_again(turn, tools, failed):
+                break
+        finally:
+            leave(turn, tools)
     answer = summary(turn, tools.name())
     relay.finish(answer.SerializeToString())
     tools.watch.answered(turn, answer.summary)
-    tools.book.learn(turn)
+    if turn.origin is None:
+        tools.book.learn(turn)
     decision = turn.decided
     _log.debug(
         "turn_done",
@@ -107,6 +113,7 @@ def admit(
         owner=owner,
         scope=tools.identities.turn_scope(owner, conversation),
         prompt_tokens=prompt_tokens,
+        sampling=repeatable(request.sampling) if tools.settings.max_migrations else request.sampling,
     )
     if not conversation and _is_held(request, tools):
         # Nobody knows this name; the prompt's beginning leads to it.
@@ -141,14 +148,18 @@ def summary(turn: Turn, router: str) -> router_service_pb2.GenerateResponse:
     if decoded.HasField("stop_reason"):
         out.stop_reason = decoded.stop_reason
     out.prompt_tokens = turn.prompt_tokens
-    out.output_tokens = decoded.output_tokens
-    if prefilled is not None:
+    out.output_tokens = tokens.count(turn.carried) + decoded.output_tokens
+    out.migrated = turn.migrations > 0
+    if turn.origin is not None:
+        out.reuse.CopyFrom(turn.origin)
+        out.prompt_logprobs.extend(turn.origin_logprobs)
+    elif prefilled is not None:
         out.reuse.CopyFrom(prefilled.reuse)
         out.prompt_logprobs.extend(prefilled.prompt_logprobs)
     else:
         out.reuse.verdict, out.reuse.reason = turn.decided.verdict, turn.decided.reason
         out.reuse.tokens.CopyFrom(decoded.tokens)
-    out.reuse.retried = out.reuse.retried or turn.attempt > 1
+    out.reuse.retried = out.reuse.retried or (turn.origin is None and turn.attempt > 1)
     if decoded.HasField("handoff"):
         out.reuse.handoff.CopyFrom(decoded.handoff)
     if decoded.HasField("lease"):

@@ -61,8 +61,9 @@ class Core:
         self.alive = False
         self.paused = False
         self._cost = PRESETS[settings.preset]
+        self._faults = faults
         self._fabric = fabric
-        self._compatibility = compatibility
+        self.compatibility = compatibility
         self._address = Address(f"{role}-{self.epoch}", "127.0.0.1", 0)
         self._resumed = asyncio.Event()
         self._wake = asyncio.Event()
@@ -92,7 +93,7 @@ class Core:
             faults,
             time_scale=settings.time_scale,
             block_size=settings.block_size,
-            compatibility=compatibility,
+            compatibility=lambda: self.compatibility,
             running=self.running,
         )
 
@@ -211,6 +212,8 @@ class Core:
             block_size=self.settings.block_size,
             none_hash=self.model.none_hash,
         )
+        if self._faults.spoil is not None:
+            handle = handle.spoiled(self._faults.spoil)
         self._wake.set()
         return ReadGrant(read_id, handle.to_json(readback=True), num_tokens, pin_s)
 
@@ -227,7 +230,7 @@ class Core:
     async def hello(self) -> Hello:
         """Shake hands."""
         await self._answering()
-        return Hello(self.clock.monotonic(), self._compatibility)
+        return Hello(self.clock.monotonic(), self.compatibility)
 
     async def fetch(self, block_ids: list[int]) -> list[Kv] | None:
         """Return what is in the blocks now; None when one of them does not exist."""
@@ -330,6 +333,7 @@ class Core:
             corrupt=request.corrupt,
         )
         try:
+            await self._faults.stalled("start")
             kvs, request.transfer = await self._reader.read(wanted)
         except Refused as refused:
             if not request.over:

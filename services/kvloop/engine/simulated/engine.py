@@ -18,6 +18,7 @@ from kvloop.engine.settings import EngineSettings, Role
 from kvloop.engine.simulated.answer import Answer, Sampling
 from kvloop.engine.simulated.clock import LoopClock, ShiftedClock, TimerClock
 from kvloop.engine.simulated.core import Core, gone
+from kvloop.engine.simulated.door import Door
 from kvloop.engine.simulated.fabric import DEFAULT, Fabric
 from kvloop.engine.simulated.faults import Faults
 from kvloop.engine.simulated.handle import Handle, Refused, check, parse
@@ -49,8 +50,11 @@ class SimulatedEngine:
         self._role = role
         self._fabric = fabric if fabric is not None else DEFAULT
         self._clock = ShiftedClock(clock if clock is not None else LoopClock())
-        self._compatibility = _compatibility(settings)
+        self._compatibility = _compatibility(settings, settings.weights_version)
         self._core: Core | None = None
+        self._door: Door | None = None
+        if settings.test_hooks and settings.control_path is not None:
+            self._door = Door(settings.control_path, lambda: self.core, self.faults)
         self._turns: dict[str, Request] = {}
         self._events: asyncio.Queue[HoldEnded | None] = asyncio.Queue()
         self.faults.wire(
@@ -108,9 +112,13 @@ class SimulatedEngine:
             hold_ended=self._hold_ended,
         )
         await self._core.start()
+        if self._door is not None:
+            await self._door.open()
 
     async def stop(self) -> None:
         """End the engine. Idempotent."""
+        if self._door is not None:
+            self._door.close()
         if self._core is not None:
             self._kill()
             await self._core.wait_ended()
@@ -265,6 +273,7 @@ class SimulatedEngine:
         """
         core = await self._live()
         core.model.reload(version)
+        self._compatibility = core.compatibility = _compatibility(self.settings, version)
         core.renew_epoch()
 
     async def _live(self) -> Core:
@@ -362,7 +371,7 @@ class SimulatedEngine:
         return self.core.table.evict(lease_id)
 
 
-def _compatibility(settings: SimulatedSettings) -> str:
+def _compatibility(settings: SimulatedSettings, weights_version: str) -> str:
     parts = (
         VERSION,
         settings.model_name,
@@ -371,5 +380,6 @@ def _compatibility(settings: SimulatedSettings) -> str:
         str(settings.vocab_size),
         settings.hash_seed,
         settings.preset,
+        weights_version,
     )
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()

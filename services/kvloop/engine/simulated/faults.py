@@ -3,6 +3,7 @@
 Counts go down as they are used; everything else stays until set back.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,8 +33,13 @@ class Faults:
     """So many "read is over" notices by this engine are lost."""
     drop_hold_events: int = 0
     """So many HoldEnded events of this engine are lost."""
+    spoil: str | None = None
+    """What is wrong with the handles that this engine gives out, see Handle.spoiled."""
+    stall: str | None = None
+    """Reads by this engine wait before they start ("start"), or are not seen to end ("end")."""
     guard: Guard = field(default_factory=Guard)
     """What this engine checks before it trusts what it reads."""
+    _unstalled: asyncio.Event = field(default_factory=asyncio.Event)
     _kill: "Callable[[], None] | None" = None
     _pause: "Callable[[], None] | None" = None
     _resume: "Callable[[], None] | None" = None
@@ -75,6 +81,19 @@ class Faults:
     def evict(self, lease_id: str) -> bool:
         """Let the engine evict one hold; False when there is none."""
         return self._evict is not None and self._evict(lease_id)
+
+    def stall_at(self, where: str | None) -> None:
+        """Have reads wait at their "start" or "end"; None lets them go on."""
+        if where not in {None, "start", "end"}:
+            raise ValueError(where)
+        self.stall = where
+        self._unstalled.set()
+
+    async def stalled(self, where: str) -> None:
+        """Wait while reads are to wait there."""
+        while self.stall == where:
+            self._unstalled.clear()
+            await self._unstalled.wait()
 
     def take(self, name: str) -> bool:
         """Return whether a counted fault strikes now, and count it."""

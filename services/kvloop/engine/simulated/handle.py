@@ -94,6 +94,18 @@ class Handle:
             return replace(self, last_hash=bytes(byte ^ 1 for byte in self.last_hash))
         return replace(self, tail=[token ^ 1 for token in self.tail])
 
+    def spoiled(self, how: str) -> "Handle":
+        """Return the handle with one thing wrong.
+
+        A block too few ("short"), one that does not exist ("range"), one twice ("twice"), or all of them
+        those of other tokens, truthfully described ("other").
+        """
+        ids = self.block_ids
+        if how == "other":
+            return replace(self.of_other_tokens(), block_ids=[*ids[1:], ids[0]])
+        wrong = {"short": ids[:-1], "range": [*ids[:-1], 1 << 20], "twice": [ids[0], *ids[:-1]]}
+        return replace(self, block_ids=wrong[how])
+
 
 def describe(
     address: Address,
@@ -154,7 +166,9 @@ def check(
     if guard.counts:
         if not 0 < covered <= tokens.count(packed) or len(handle.block_ids) != -(-covered // block_size):
             raise Refused("counts")
-        if any(block_id < 0 for block_id in handle.block_ids):
+        if any(block_id < 0 for block_id in handle.block_ids) or len(set(handle.block_ids)) < len(
+            handle.block_ids
+        ):
             raise Refused("counts")
     if guard.hash:
         full = min(covered, tokens.count(packed)) // block_size

@@ -30,15 +30,16 @@ class Model:
         self._block_bytes = settings.block_size * TOKEN_BYTES
         self._roots: dict[tuple[str, str], bytes] = {}
         self._none = _digest("none", settings.hash_seed)
-        self.none_hash = _digest("none", self._none.hex()).hex()
-        """Tells whether two engines' block hashes can agree at all."""
+        self.none_hash = ""
+        """Tells whether two engines' block hashes can agree, and whether their weights are of one version."""
         self.weights = b""
-        self.reload("")
+        self.reload(settings.weights_version)
 
     def reload(self, version: str) -> None:
         """Take other weights under the same name."""
         s = self._settings
         self.weights = _digest("weights", s.model_name, s.revision, str(s.seed), version)
+        self.none_hash = _digest("none", self._none.hex(), version).hex()
 
     def root(self, adapter: str, cache_salt: str) -> bytes:
         """Return what the first block's hash is chained to."""

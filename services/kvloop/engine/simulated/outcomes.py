@@ -27,6 +27,10 @@ class Outcomes:
         self.release(request_id)
         self._table[request_id] = (deadline, list(blocks))
 
+    def names(self) -> list[str]:
+        """Return the requests whose outcomes are kept."""
+        return list(self._table)
+
     def release(self, request_id: str) -> bool:
         """Give the blocks back; False when nothing was kept."""
         entry = self._table.pop(request_id, None)

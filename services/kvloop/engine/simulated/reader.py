@@ -39,7 +39,7 @@ class Reader:
         *,
         time_scale: float,
         block_size: int,
-        compatibility: str,
+        compatibility: Callable[[], str],
         running: Callable[[], Awaitable[None]],
     ) -> None:
         self._fabric = fabric
@@ -90,7 +90,7 @@ class Reader:
         faults = self._faults
         hello = await source.hello()
         self._known.add(wanted.handle.address.engine_id)
-        if hello.compatibility != self._compatibility or faults.take("fail_reads"):
+        if hello.compatibility != self._compatibility() or faults.take("fail_reads"):
             raise Refused("transfer")
         self._check_deadline(wanted, hello.now, wanted.margin_s)
         ahead = self._clock.monotonic() - hello.now
@@ -100,6 +100,7 @@ class Reader:
         await sleep(self._clock, self._seconds(len(wanted.block_ids)))
         await self._running()
         kvs = await source.fetch(wanted.block_ids)
+        await faults.stalled("end")
         if kvs is None:
             raise Refused("transfer")
         self._check_deadline(wanted, self._clock.monotonic() - ahead, 0.0)

@@ -1,6 +1,7 @@
 """Settings of one simulated engine."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from kvloop.engine.settings import READ_MARGIN_S, EngineSettings
@@ -36,6 +37,10 @@ class SimulatedSettings:
     eos_token_id: int = 2
     eos_every: int = 400
     """An answer meets EOS once in so many tokens, always at the same place."""
+    weights_version: str = ""
+    control_path: Path | None = None
+    """Unix socket at which tests reach the faults; only with test_hooks."""
+    test_hooks: bool = False
     seed: int = 0
     """Names the weights: engines of different seeds compute different KV."""
     hash_seed: str = "0"

@@ -63,6 +63,8 @@ def transfer_config(settings: EngineSettings, role: Role, control_path: Path) ->
         "backends": settings.backends,
         "kvloop_control_path": str(control_path),
         "kvloop_hold_share": settings.hold_share,
+        "kvloop_allow_untested": settings.allow_untested,
+        "kvloop_weights_version": settings.weights_version,
         "kvloop_test_hooks": settings.test_hooks,
     }
     if settings.device == "cpu":

@@ -83,6 +83,7 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "transfer_mode": "pull",
         "hash_algorithm": HASH_ALGORITHM,
         "hash_seed": env.hash_seed(),
+        "weights_version": settings.weights_version,
     }
     text = json.dumps(factors, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -43,6 +43,8 @@ class Core:
     @property
     def control_path(self) -> Path:
         """Return the path of the control socket."""
+        if self._settings.control_path is not None:
+            return self._settings.control_path
         assert self._folder is not None
         return self._folder / "control"
 

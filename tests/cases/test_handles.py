@@ -1,0 +1,22 @@
+"""F8, F9, F11: a decode worker's plugin gives out handles that lie. The reader's plugin finds out."""
+
+import pytest
+from cases_hooks import hooks
+from cases_kit import Case
+
+pytestmark = pytest.mark.parametrize("router", ["small"])
+
+
+@pytest.mark.parametrize("lie", ["short", "twice", "range", "other"])
+@pytest.mark.case("F8 F9 F11", "refused before the worker; engine alive")
+async def test_handles_that_lie(case: Case, history: list[int], suffix: list[int], lie: str) -> None:
+    case.id = {"short": "F8", "twice": "F8", "range": "F9", "other": "F11"}[lie]
+    one = await case.turn(history)
+    prompt = [*history, *one.ids, *suffix]
+    async with hooks(case.stack, "d2") as holder:
+        await holder.spoil(lie)  # type: ignore[arg-type]  # one of its literals
+        two = await case.turn(prompt)
+    case.expect(two, "RECOMPUTE", "READ_FAILED", 0)
+    assert two.summary.reuse.retried
+    three = await case.turn([*prompt, *two.ids, *suffix])
+    case.expect(three, "READBACK", "PROVEN", len(prompt) + len(two.ids) - 1)
