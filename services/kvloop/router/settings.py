@@ -70,8 +70,8 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Reused greedy turns that are computed once more without reuse and compared, at most; 0: none."""
     canary_max_tokens: Annotated[int, Field(ge=1)] = 64
     """Tokens of an answer that are compared."""
-    canary_max_prompt_tokens: Annotated[int, Field(ge=1)] = 32_768
-    """Longer prompts are not repeated."""
+    canary_max_prompt_tokens: Annotated[int, Field(ge=1)] = 8_192
+    """Longer prompts are not repeated: turns of other routers may wait at P for as long as these take."""
     canary_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """How long a repeat may take."""
     max_concurrent_turns: Annotated[int, Field(ge=1)] = 1024

@@ -132,7 +132,8 @@ def plan_of(engine: str, folder: Path) -> "FleetPlan":
         workers={**workers, **traced, **patient},
         prefill=({"enable_prefix_caching": False, "begin_read_timeout_s": 5.0},),
         decode=({}, {}),
-        routers=({**traced, **patient, "canary_per_minute": 60.0},) * 3,
+        # On two cores a repeat of a longer prompt would hold up the conversation for many seconds.
+        routers=({**traced, **patient, "canary_per_minute": 60.0, "canary_max_prompt_tokens": 1500},) * 3,
     )
 
 
