@@ -181,6 +181,54 @@ def test_answers_with_special_tokens_inside(tokenizer: Tokenizer) -> None:
     assert again.ids != chat.plain(text)
 
 
+def test_text_after_an_answer_with_special_tokens_inside(tokenizer: Tokenizer) -> None:
+    chat = Chat(tokenizer)
+    prompt = "say it"
+    rendering = chat.render(prompt)
+    said = [*chat.plain("a"), *chat.plain("b"), FILENAME, *chat.plain("x"), *chat.plain("y")]
+    assert len(said) != len(chat.plain(chat.decode(said)))
+    chat.cache.remember("t", rendering, chat.decode(said), said)
+    whole = rendering.ids + said
+    # No special token ends what comes next either: what is kept of it must not be cut inside the answer.
+    again = chat.render(prompt + chat.decode(said))
+    assert again.ids == whole
+    chat.cache.remember("t", again, "z", chat.plain("z"))
+    text = prompt + chat.decode(said) + "z"
+    assert chat.render(text).ids == whole + chat.plain("z")
+    assert chat.render(text + "<|im_end|>w").ids == [
+        *whole,
+        *chat.plain("z"),
+        SPECIALS["<|im_end|>"],
+        *chat.plain("w"),
+    ]
+
+
+def test_a_longer_chat_starts_from_the_one_before(tokenizer: Tokenizer) -> None:
+    chat = Chat(tokenizer)
+    messages = [("user", f"question {number}") for number in range(30)]
+    for count in range(1, 31):
+        text = rendered(messages[:count])
+        assert chat.render(text).ids == chat.plain(text)
+    (tenant,) = chat.cache._tenants.values()
+    # One beginning for the whole conversation, however long it was.
+    assert len(tenant.beginnings) == 1
+    assert tenant.beginnings_bytes == sum(one.size for one in tenant.beginnings.values())
+    # It is found although nothing else is left.
+    tenant.pieces.clear()
+    tenant.pieces_bytes = 0
+    chat.asked.clear()
+    text = rendered([*messages, ("assistant", "yes"), ("user", "and?")])
+    assert chat.render(text).ids == chat.plain(text)
+    assert set(chat.asked) == {"assistant\nyes", "user\nand?", "\n", "assistant\n"}
+
+
+def test_a_beginning_of_another_text_is_not_taken(tokenizer: Tokenizer) -> None:
+    chat = Chat(tokenizer)
+    for word in ("abc", "abd", "xyz"):
+        text = rendered([("user", word), ("assistant", "12"), ("user", "ab")])
+        assert chat.render(text).ids == chat.plain(text)
+
+
 def test_the_bounds_hold(tokenizer: Tokenizer) -> None:
     chat = Chat(tokenizer, max_bytes=20_000, tenant_bytes=8_000)
     for tenant in range(6):

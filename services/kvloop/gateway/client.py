@@ -133,6 +133,7 @@ class RouterEngineClient:
         except Failure as failure:
             problem = problems.from_failure(failure)
             here.problem = here.problem or problem
+            here.failure = here.failure or failure
             self._metrics.failed(problem.reason)
             raise compat.http_error(problem) from None
         except (asyncio.CancelledError, GeneratorExit):
@@ -188,6 +189,8 @@ class RouterEngineClient:
         own = here.identity
         message.retention.hold = bool(own.conversation_id)
         message.retention.hold_on_cancel = bool(own.conversation_id) and self._settings.hold_on_cancel
+        if here.retention is not None and own.conversation_id:
+            message.retention.MergeFrom(here.retention)
         if not own.conversation_id:
             return
         if here.running == 0:
@@ -201,7 +204,9 @@ class RouterEngineClient:
     async def _turn(
         self, here: Exchange, message: router_service_pb2.GenerateRequest, answer: Answer, *, remember: bool
     ) -> AsyncIterator[Any]:
-        metadata: Metadata = (("authorization", here.authorization),) if here.authorization else ()
+        metadata: Metadata = here.trace
+        if here.authorization:
+            metadata = (*metadata, ("authorization", here.authorization))
         stream = self._routers.generate(message, timeout_s=here.time_left_s(), metadata=metadata)
         try:
             async for response in stream:
