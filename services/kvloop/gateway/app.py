@@ -127,7 +127,9 @@ class GatewayApp:
     @property
     def _open(self) -> int:
         """Return the requests being served, over HTTP and gRPC."""
-        return self._door.open_exchanges + (self._chat.open_turns if self._chat is not None else 0)
+        chats: int = self._chat.open_turns if self._chat is not None else 0
+        requests: int = self._door.open_exchanges
+        return requests + chats
 
     async def stop(self) -> None:
         """Close the door and the channels. Idempotent."""

@@ -149,7 +149,7 @@ def _structured(structured: sampling_pb2.StructuredOutputs) -> dict[str, Any]:
     value = list(structured.choice.values) if kind == "choice" else getattr(structured, kind)
     body: dict[str, Any] = {_CONSTRAINTS.get(kind, kind): value}
     for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-        if structured.HasField(name):  # type: ignore[arg-type]
+        if structured.HasField(name):
             body[name] = getattr(structured, name)
     return body
 

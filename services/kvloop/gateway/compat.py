@@ -146,8 +146,8 @@ class ChatServing:
         except Exception as error:  # noqa: BLE001 - vLLM's refusals have no common base
             raise Refused(problem_of(error)) from None
         if not hasattr(events, "__aiter__"):
-            error = events.error
-            raise Refused(Problem(int(error.code), error.message, error.param))
+            told = events.error
+            raise Refused(Problem(int(told.code), told.message, told.param))
         try:
             async for event in events:
                 for line in event.splitlines():

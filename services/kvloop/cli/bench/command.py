@@ -11,6 +11,8 @@ _PLACES = {
     "sweep": ("kvloop.cli.bench.sweep:make_command", "TTFT against prompt length, leg by leg."),
     "load": ("kvloop.cli.bench.load:make_command", "Play conversations against a router or server."),
     "workload": ("kvloop.cli.bench.workload:make_command", "Write conversations as JSON."),
+    "gateway": ("kvloop.cli.bench.gateway:make_command", "What the gateway adds to a turn."),
+    "history": ("kvloop.cli.bench.history:make_command", "What re-tokenizing answers costs in reuse."),
     "compare": ("kvloop.cli.bench.compare:make_command", "Tell a change between two runs from noise."),
     "report": ("kvloop.cli.bench.report:make_command", "Summary and pictures of a sweep, anew."),
 }

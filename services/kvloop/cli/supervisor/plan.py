@@ -39,7 +39,7 @@ class FleetPlan:
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the settings of every process by part name, in the order of starting."""
         named: dict[str, dict[str, Any]] = {}
-        roles = (
+        roles: tuple[tuple[str, Sequence[Values], Values], ...] = (
             ("prefill", self.prefill, self.workers),
             ("decode", self.decode, self.workers),
             ("router", self.routers, {}),
