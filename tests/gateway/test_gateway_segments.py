@@ -183,24 +183,23 @@ def test_answers_with_special_tokens_inside(tokenizer: Tokenizer) -> None:
 
 def test_text_after_an_answer_with_special_tokens_inside(tokenizer: Tokenizer) -> None:
     chat = Chat(tokenizer)
-    prompt = "say it"
+    prompt = "say it "
     rendering = chat.render(prompt)
-    said = [*chat.plain("a"), *chat.plain("b"), FILENAME, *chat.plain("x"), *chat.plain("y")]
-    assert len(said) != len(chat.plain(chat.decode(said)))
-    chat.cache.remember("t", rendering, chat.decode(said), said)
+    said = [*chat.plain("hel"), *chat.plain("lo wor"), *chat.plain("ld"), FILENAME, *chat.plain("x")]
+    answer = chat.decode(said)
+    assert len(said) != len(chat.plain(answer))
+    chat.cache.remember("t", rendering, answer, said)
     whole = rendering.ids + said
     # No special token ends what comes next either: what is kept of it must not be cut inside the answer.
-    again = chat.render(prompt + chat.decode(said))
+    again = chat.render(prompt + answer)
     assert again.ids == whole
+    other = prompt + answer + "w"
+    assert chat.render(other).ids == chat.plain(other)
     chat.cache.remember("t", again, "z", chat.plain("z"))
-    text = prompt + chat.decode(said) + "z"
+    text = prompt + answer + "z"
     assert chat.render(text).ids == whole + chat.plain("z")
-    assert chat.render(text + "<|im_end|>w").ids == [
-        *whole,
-        *chat.plain("z"),
-        SPECIALS["<|im_end|>"],
-        *chat.plain("w"),
-    ]
+    end = [SPECIALS["<|im_end|>"], *chat.plain("w")]
+    assert chat.render(text + "<|im_end|>w").ids == whole + chat.plain("z") + end
 
 
 def test_a_longer_chat_starts_from_the_one_before(tokenizer: Tokenizer) -> None:
