@@ -193,13 +193,13 @@ def test_text_after_an_answer_with_special_tokens_inside(tokenizer: Tokenizer) -
     # No special token ends what comes next either: what is kept of it must not be cut inside the answer.
     again = chat.render(prompt + answer)
     assert again.ids == whole
-    other = prompt + answer + "w"
-    assert chat.render(other).ids == chat.plain(other)
     chat.cache.remember("t", again, "z", chat.plain("z"))
     text = prompt + answer + "z"
     assert chat.render(text).ids == whole + chat.plain("z")
     end = [SPECIALS["<|im_end|>"], *chat.plain("w")]
     assert chat.render(text + "<|im_end|>w").ids == whole + chat.plain("z") + end
+    other = prompt + answer + "v"
+    assert chat.render(other).ids == chat.plain(other)
 
 
 def test_a_longer_chat_starts_from_the_one_before(tokenizer: Tokenizer) -> None:
