@@ -181,7 +181,8 @@ def test_answers_with_special_tokens_inside(tokenizer: Tokenizer) -> None:
     assert again.ids != chat.plain(text)
 
 
-def test_text_after_an_answer_with_special_tokens_inside(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("after", ["z", "v"], ids=["what was said", "something else"])
+def test_text_after_an_answer_with_special_tokens_inside(tokenizer: Tokenizer, after: str) -> None:
     chat = Chat(tokenizer)
     prompt = "say it "
     rendering = chat.render(prompt)
@@ -189,17 +190,15 @@ def test_text_after_an_answer_with_special_tokens_inside(tokenizer: Tokenizer) -
     answer = chat.decode(said)
     assert len(said) != len(chat.plain(answer))
     chat.cache.remember("t", rendering, answer, said)
-    whole = rendering.ids + said
     # No special token ends what comes next either: what is kept of it must not be cut inside the answer.
     again = chat.render(prompt + answer)
-    assert again.ids == whole
+    assert again.ids == rendering.ids + said
     chat.cache.remember("t", again, "z", chat.plain("z"))
-    text = prompt + answer + "z"
-    assert chat.render(text).ids == whole + chat.plain("z")
+    text = prompt + answer + after
+    whole = again.ids + chat.plain("z") if after == "z" else chat.plain(text)
+    assert chat.render(text).ids == whole
     end = [SPECIALS["<|im_end|>"], *chat.plain("w")]
-    assert chat.render(text + "<|im_end|>w").ids == whole + chat.plain("z") + end
-    other = prompt + answer + "v"
-    assert chat.render(other).ids == chat.plain(other)
+    assert chat.render(text + "<|im_end|>w").ids == whole + end
 
 
 def test_a_longer_chat_starts_from_the_one_before(tokenizer: Tokenizer) -> None:
