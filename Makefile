@@ -51,8 +51,7 @@ demo: model ## A conversation with and without reuse, on real vLLM; writes out/d
 
 test: lint model debian ## Everything, on real vLLM too
 	@$(PYTEST) tests -m "not vllm"
-	@for room in engine gateway; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
-	@echo "== tests/cases on vLLM"; $(PYTEST) tests/cases -m vllm --ignore tests/cases/test_time.py --ignore tests/cases/test_faults.py
+	@for room in engine connector gateway cases; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
 
 test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 	@$(PYTEST) tests -m "not vllm and not slow"
@@ -60,7 +59,7 @@ test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 test-connector: model ## The connector plugin alone on real vLLM engines
 	@$(PYTEST) tests/connector -m vllm
 
-test-cases: model ## The never-wrong cases on real vLLM; writes out/cases.json
+test-cases: model ## The never-wrong cases alone, on real vLLM; writes out/cases.json
 	@$(PYTEST) tests/cases -m vllm
 
 test-store: setup-fast debian ## The directory on every kind of store, 10,000 random steps on each

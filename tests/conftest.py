@@ -1,4 +1,4 @@
-"""What all tests share: which of them `make test-fast` leaves out."""
+"""What all tests share: which of them `make test-fast` leaves out, and how long one may take."""
 
 from pathlib import Path
 
@@ -18,6 +18,8 @@ SLOW_FILES = {
     "ops/test_fleet.py",
 }
 SLOW_FOLDERS = {"cases"}
+# The first test of a room waits for up to three engines to start, each of which imports and compiles on two cores.
+ENGINE_TIMEOUT_S = 480
 SLOW_STORES = {"redis", "acl", "tls", "sentinel", "cluster"}
 
 
@@ -35,3 +37,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_slow(item):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))

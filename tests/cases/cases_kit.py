@@ -29,7 +29,8 @@ from kvloop.v1alpha1 import (
 )
 
 DEADLINE_S = 60.0
-SETTLE_S = 20.0
+SETTLE_S = 45.0
+"""Longer than P keeps a prompt whose decode worker died: such a worker may be reading to its last moment."""
 LOGPROB_TOLERANCE = 2e-3
 COMING_BACK = {"NO_WORKER", "WORKER_FAILED", "INTERNAL"}
 """Reasons of turns while a process restarts; INTERNAL stands for a router that is not there."""

@@ -120,7 +120,6 @@ async def test_decode_restarted_on_the_same_port(case: Case, history: list[int],
     one = await case.turn(history)
     await case.stack.fleet.restart("decode-0")
     await case.stack.ready()
-    case.free_before = await case.stack.free_blocks()
     two = await case.turn([*history, *one.ids, *suffix])
     case.expect(two, "RECOMPUTE", ("EPOCH", "NOT_FOUND"), 0)
     other = await case.turn(history, case.name("new"))
@@ -157,7 +156,6 @@ async def test_front_end_killed(case: Case, history: list[int], suffix: list[int
     assert await until(ended), "processes of a killed front end live on"
     await fleet.start("decode-0")
     await case.stack.ready()
-    case.free_before = await case.stack.free_blocks()
     one = await case.turn(history)
     two = await case.turn([*history, *one.ids, *suffix])
     case.expect(two, "READBACK", "PROVEN")
@@ -188,6 +186,5 @@ async def test_decode_killed_before_the_read(case: Case, history: list[int], suf
     assert (await failure_of(turn)).reason_name in {"NO_WORKER", "WORKER_FAILED"}
     await fleet.start("decode-0")
     await case.stack.ready()
-    case.free_before = await case.stack.free_blocks()
     two = await case.turn(prompt)
     case.expect(two, "RECOMPUTE", ("EPOCH", "NOT_FOUND"), 0)
