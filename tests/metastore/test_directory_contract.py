@@ -7,7 +7,14 @@ from store_servers import until
 
 from kvloop.metastore import codec
 from kvloop.metastore.factory import Store
-from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory, Outage, PrefixHints
+from kvloop.metastore.port import (
+    DirectoryUnavailable,
+    LeaseDirectory,
+    Outage,
+    PrefixHints,
+    Renewal,
+    Standing,
+)
 from kvloop.v1alpha1 import lease_pb2
 
 SCOPE = b"\x00\xff" * 16
@@ -153,6 +160,32 @@ async def test_sessions_are_alive_for_a_while(directory: LeaseDirectory) -> None
     await until(lambda: _lapsed(directory))
 
 
+async def test_an_entry_is_prolonged_while_a_session_is_open(directory: LeaseDirectory) -> None:
+    await directory.publish(SCOPE, entry("a"), 30)
+    assert await directory.renew([Renewal(SCOPE, "a", 60)]) == [Standing.IDLE]
+    assert (await directory.lookup(SCOPE)).remaining_s <= 30
+    await directory.set_alive(SCOPE, 60)
+    assert await directory.renew([Renewal(SCOPE, "a", 60)]) == [Standing.RENEWED]
+    found = await directory.lookup(SCOPE)
+    assert found.entry == entry("a")
+    assert 30 < found.remaining_s <= 60
+    assert await directory.renew([Renewal(SCOPE, "a", 1)]) == [Standing.RENEWED]
+    assert (await directory.lookup(SCOPE)).remaining_s > 30
+
+
+async def test_renewals_are_answered_in_order_whatever_became_of_the_entry(directory: LeaseDirectory) -> None:
+    scopes = [number.to_bytes(2, "big") * 16 for number in range(1, 301)]
+    for number, scope in enumerate(scopes):
+        await directory.set_alive(scope, 60)
+        if number % 3:
+            await directory.publish(scope, entry("mine" if number % 3 == 1 else "other"), 30)
+    by_rest = {0: Standing.MISSING, 1: Standing.RENEWED, 2: Standing.REPLACED}
+    expected = [by_rest[number % 3] for number in range(len(scopes))]
+    assert await directory.renew([Renewal(scope, "mine", 60) for scope in scopes]) == expected
+    assert (await directory.lookup(scopes[2])).remaining_s <= 30
+    assert await directory.renew([]) == []
+
+
 async def test_of_concurrent_turns_the_latest_stands(directory: LeaseDirectory) -> None:
     answers = await asyncio.gather(
         *(directory.publish(SCOPE, entry(f"l{number}", number), 60) for number in range(1, 65))
@@ -252,3 +285,4 @@ async def test_a_closed_directory_is_unavailable(directory: LeaseDirectory) -> N
     with pytest.raises(DirectoryUnavailable) as caught:
         await directory.lookup(SCOPE)
     assert caught.value.outage is Outage.CLOSED
+    assert await directory.renew([Renewal(SCOPE, "a", 60)]) == [Standing.UNKNOWN]

@@ -15,6 +15,8 @@ from kvloop.metastore.port import (
     Outage,
     PrefixFound,
     Published,
+    Renewal,
+    Standing,
 )
 from kvloop.metastore.scripts import MAX_HINT_SCOPES
 from kvloop.metastore.ttl import milliseconds, positive_milliseconds
@@ -144,6 +146,24 @@ class MemoryDirectory:
         """See LeaseDirectory."""
         self.opened()
         return self._alive.get(keys.alive_key(scope)) is not None
+
+    async def renew(self, renewals: Sequence[Renewal]) -> list[Standing]:
+        """See LeaseDirectory."""
+        return [Standing.UNKNOWN if self._closed else self._renew(renewal) for renewal in renewals]
+
+    def _renew(self, renewal: Renewal) -> Standing:
+        if self._alive.get(keys.alive_key(renewal.scope)) is None:
+            return Standing.IDLE
+        key = keys.lease_key(renewal.scope)
+        held = self._leases.get(key)
+        standing = codec.decode(held[0]) if held is not None else None
+        if held is None or standing is None:
+            return Standing.MISSING
+        if standing.lease_id != renewal.lease_id:
+            return Standing.REPLACED
+        value, left_ms = held
+        self._leases.set(key, value, max(left_ms, milliseconds(renewal.ttl_s)))
+        return Standing.RENEWED
 
     async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
         """See PrefixHints."""

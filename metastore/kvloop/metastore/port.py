@@ -74,6 +74,31 @@ class PrefixFound:
     """The lease, as from a lookup of its scope."""
 
 
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """A lease whose entry is to stand for longer, if its conversation is alive."""
+
+    scope: bytes
+    lease_id: str
+    ttl_s: float
+    """From now; an entry that has longer keeps it."""
+
+
+class Standing(enum.Enum):
+    """What a renewal found."""
+
+    IDLE = enum.auto()
+    """No session is open; nothing was changed."""
+    RENEWED = enum.auto()
+    """A session is open, and the entry stands for longer."""
+    MISSING = enum.auto()
+    """A session is open, but there is no entry."""
+    REPLACED = enum.auto()
+    """A session is open, but the entry is another lease's."""
+    UNKNOWN = enum.auto()
+    """The store did not answer."""
+
+
 class Level(enum.StrEnum):
     """Weight of a finding."""
 
@@ -133,6 +158,14 @@ class LeaseDirectory(Protocol):
 
     async def is_alive(self, scope: bytes) -> bool:
         """Tell whether a session is open."""
+        ...
+
+    async def renew(self, renewals: Sequence[Renewal]) -> list[Standing]:
+        """Prolong the entries of those leases whose conversations have a session open; answers in order.
+
+        Nodes are asked in few writes, whatever the number. Never raises DirectoryUnavailable: a node that is
+        away makes its own answers UNKNOWN.
+        """
         ...
 
     async def check(self) -> FitnessReport:

@@ -6,11 +6,23 @@ from collections.abc import Sequence
 from kvloop.metastore import codec, keys, scripts
 from kvloop.metastore.fitness import report
 from kvloop.metastore.guard import GuardedLink
-from kvloop.metastore.port import DirectoryUnavailable, FitnessReport, Found, Outage, PrefixFound, Published
+from kvloop.metastore.port import (
+    DirectoryUnavailable,
+    FitnessReport,
+    Found,
+    Outage,
+    PrefixFound,
+    Published,
+    Renewal,
+    Standing,
+)
 from kvloop.metastore.ttl import milliseconds, positive_milliseconds
 from kvloop.v1alpha1 import lease_pb2
 
 _NOWHERE = -1
+_RENEWED_TOGETHER = 128
+"""Renewals on their way at once, so that turns find room beside them."""
+_STANDINGS = (Standing.IDLE, Standing.RENEWED, Standing.MISSING, Standing.REPLACED)
 
 
 class RedisDirectory:
@@ -43,6 +55,24 @@ class RedisDirectory:
     async def is_alive(self, scope: bytes) -> bool:
         """See LeaseDirectory."""
         return bool(await self._link.command("EXISTS", keys.alive_key(scope)) == 1)
+
+    async def renew(self, renewals: Sequence[Renewal]) -> list[Standing]:
+        """See LeaseDirectory."""
+        standings: list[Standing] = []
+        for first in range(0, len(renewals), _RENEWED_TOGETHER):
+            # What is asked in one tick of the loop goes out in one write per node, on a cluster too.
+            together = renewals[first : first + _RENEWED_TOGETHER]
+            standings += await asyncio.gather(*(self._renew(renewal) for renewal in together))
+        return standings
+
+    async def _renew(self, renewal: Renewal) -> Standing:
+        lease_key, alive_key = keys.lease_key(renewal.scope), keys.alive_key(renewal.scope)
+        tag, ttl_ms = codec.lease_tag(renewal.lease_id), milliseconds(renewal.ttl_s)
+        try:
+            answer = await scripts.renew(self._link, lease_key, alive_key, tag, ttl_ms)
+        except DirectoryUnavailable:
+            return Standing.UNKNOWN
+        return _STANDINGS[answer] if 0 <= answer < len(_STANDINGS) else Standing.UNKNOWN
 
     async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
         """See PrefixHints."""

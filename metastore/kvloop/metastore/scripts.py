@@ -98,6 +98,18 @@ end
 return 0
 """)
 
+_RENEW = Script("""
+-- KEYS[1] lease key; KEYS[2] alive key; ARGV[1] digest of the lease id; ARGV[2] TTL in ms
+-- returns 0 without a session, 1 when the entry stands for at least that long, 2 without an entry, 3 when it
+--   is another lease's
+if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+local old = redis.pcall('GETRANGE', KEYS[1], 0, 35)
+if type(old) ~= 'string' or string.sub(old, 1, 3) ~= 'KVL' then return 2 end
+if string.sub(old, 21, 36) ~= ARGV[1] then return 3 end
+if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 1
+""")
+
 _HINT = Script(f"""
 -- KEYS hint keys; ARGV[1] length byte and tag of the scope; ARGV[2] TTL in ms
 -- returns the number of keys written
@@ -220,6 +232,13 @@ async def publish(runner: Runner, key: bytes, value: bytes, ttl_ms: int) -> tupl
 async def remove(runner: Runner, key: bytes, lease_tag: bytes) -> bool:
     """Remove a value if it is this lease's."""
     return bool(await runner.run(_REMOVE, (key,), lease_tag) == 1)
+
+
+async def renew(runner: Runner, lease_key: bytes, alive_key: bytes, lease_tag: bytes, ttl_ms: int) -> int:
+    """Prolong a lease's entry while a session is open; return 0 to 3 as the script says."""
+    answer = await runner.run(_RENEW, (lease_key, alive_key), lease_tag, ttl_ms)
+    with _shaped():
+        return int(answer)
 
 
 async def put_hints(runner: Runner, keys: Sequence[bytes], scope_tag: bytes, ttl_ms: int) -> None:

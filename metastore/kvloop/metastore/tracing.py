@@ -1,6 +1,8 @@
 """Spans around what a turn asks of the directory, as a decorator."""
 
-from kvloop.metastore.port import FitnessReport, Found, LeaseDirectory, Published
+from collections.abc import Sequence
+
+from kvloop.metastore.port import FitnessReport, Found, LeaseDirectory, Published, Renewal, Standing
 from kvloop.runtime import tracing
 from kvloop.v1alpha1 import lease_pb2
 
@@ -35,6 +37,9 @@ class _Traced:
 
     async def is_alive(self, scope: bytes) -> bool:
         return await self._inner.is_alive(scope)
+
+    async def renew(self, renewals: Sequence[Renewal]) -> list[Standing]:
+        return await self._inner.renew(renewals)
 
     async def check(self) -> FitnessReport:
         return await self._inner.check()

@@ -6,10 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloop.cli.errors import CommandFailed, sentences
+from kvloop.cli.errors import sentences
 from kvloop.cli.places import ROUTER
-
-_TIMEOUT_S = 10.0
 
 
 @sentences
@@ -40,20 +38,12 @@ def explain(
 
 
 async def _ask(router: str, token: str | None, request_id: str) -> dict[str, Any]:
-    import grpc
+    from kvloop.cli.client import spoken
+    from kvloop.client import ONCE, Client
 
-    from kvloop.cli.client import sentence_of
-    from kvloop.runtime.channels import open_channel
-    from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc
-
-    metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    async with open_channel(router) as channel:
-        stub = router_service_pb2_grpc.RouterServiceStub(channel)
-        request = router_service_pb2.ExplainTurnRequest(request_id=request_id)
-        try:
-            told = await stub.ExplainTurn(request, timeout=_TIMEOUT_S, metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            raise CommandFailed(sentence_of(error, router)) from None
+    async with Client(router, token=token, retry=ONCE) as client:
+        with spoken():
+            told = await client.explain(request_id)
     return plain(told)
 
 

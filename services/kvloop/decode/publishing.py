@@ -5,11 +5,11 @@ being away is not this module's affair: DirectoryUnavailable passes through `pub
 fails is left to the key's own TTL, since a reader that follows a stale entry is answered NOT_FOUND.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvloop.decode.lease import Lease
 from kvloop.engine.port import EngineFacts
-from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory, Published
+from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory, Published, Renewal, Standing
 from kvloop.runtime import logs
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.digests import COARSE_BYTES, coarse_lengths, prefix_digests
@@ -61,10 +61,17 @@ class Publisher:
 
     async def publish(self, lease: Lease) -> Published:
         """Write a lease's entry by compare-and-set. Raises DirectoryUnavailable."""
-        remaining = lease.remaining_s(self._clock.monotonic())
-        # A short lease keeps half of its time rather than none.
-        ttl = max(remaining - self._margin_s, remaining / 2)
-        return await self._directory.publish(lease.scope, self.entry(lease), ttl)
+        ttl_s = self.entry_ttl_s(lease.remaining_s(self._clock.monotonic()))
+        return await self._directory.publish(lease.scope, self.entry(lease), ttl_s)
+
+    async def renew(self, leases: Sequence[tuple[Lease, float]]) -> list[Standing]:
+        """Prolong the entries of leases, to so many seconds from now, where a session is open."""
+        return await self._directory.renew(
+            [
+                Renewal(lease.scope, lease.lease_id, self.entry_ttl_s(remaining))
+                for lease, remaining in leases
+            ]
+        )
 
     async def soften(self, lease: Lease) -> None:
         """Mark a lease's entry as no longer held, if it is still the one that stands."""
@@ -83,3 +90,8 @@ class Publisher:
             await self._directory.remove(lease.scope, lease.lease_id)
         except DirectoryUnavailable as error:
             _log.info("entry_not_removed", lease_id=lease.lease_id, outage=str(error))
+
+    def entry_ttl_s(self, remaining_s: float) -> float:
+        """Return how long the entry of a lease with so much time left stands."""
+        # A short lease keeps half of its time rather than none.
+        return max(remaining_s - self._margin_s, remaining_s / 2)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvloop.decode.keeper import Keeper
 from kvloop.decode.listing import list_leases
+from kvloop.decode.prolonging import Prolonger
 from kvloop.decode.reading import Reading
 from kvloop.decode.turns import Turns
 from kvloop.engine.port import Engine
@@ -26,6 +27,7 @@ class Parts:
 
     engine: Engine
     keeper: Keeper
+    prolonger: Prolonger
     reading: Reading
     turns: Turns
     clock: Clock

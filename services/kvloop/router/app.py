@@ -145,6 +145,9 @@ class RouterApp:
 
     async def _probe(self) -> None:
         self._metrics.put("kvloop_turns_in_flight", value=self.turns)
+        sessions = self._servicer.sessions if self._servicer is not None else 0
+        self._metrics.put("kvloop_sessions_open", value=sessions)
+        self._metrics.put("kvloop_sessions_limit", value=self._settings.max_sessions)
         self._metrics.put("kvloop_turns_limit", value=self._settings.max_concurrent_turns)
         if self._pool is not None:
             watch_workers(self._metrics, self._pool)

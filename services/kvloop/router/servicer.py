@@ -8,6 +8,7 @@ import grpc
 from kvloop.router import conversations, steps
 from kvloop.router.auth import Authenticator
 from kvloop.router.relay import Relay
+from kvloop.router.sessions import Sessions
 from kvloop.router.turn import Tools, Turn
 from kvloop.runtime import tracing
 from kvloop.runtime.errors import Failure, Reason
@@ -23,6 +24,7 @@ class RouterServicer:
     def __init__(self, tools: Tools, authenticator: Authenticator) -> None:
         self._tools = tools
         self._authenticator = authenticator
+        self._sessions = Sessions(tools)
         self._running: set[asyncio.Task[None]] = set()
         self._newest: dict[tuple[str, str], tuple[asyncio.Task[None], Relay]] = {}
         self._idle = asyncio.Event()
@@ -34,6 +36,11 @@ class RouterServicer:
         """Return how many turns are being served."""
         return len(self._running)
 
+    @property
+    def sessions(self) -> int:
+        """Return how many sessions are open."""
+        return len(self._sessions)
+
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the service for a server. Generate's answers are serialized already."""
         return grpc.method_handlers_generic_handler(
@@ -42,6 +49,11 @@ class RouterServicer:
                 "Generate": grpc.unary_stream_rpc_method_handler(
                     self.Generate,
                     request_deserializer=router_service_pb2.GenerateRequest.FromString,
+                ),
+                "Session": grpc.stream_stream_rpc_method_handler(
+                    self.Session,
+                    request_deserializer=router_service_pb2.SessionRequest.FromString,
+                    response_serializer=router_service_pb2.SessionResponse.SerializeToString,
                 ),
                 "EndConversation": grpc.unary_unary_rpc_method_handler(
                     self.EndConversation,
@@ -83,6 +95,14 @@ class RouterServicer:
             # Ends the legs when the client has gone; otherwise the task is done already.
             task.cancel()
 
+    @stream
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[router_service_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[router_service_pb2.SessionResponse]:
+        """Keep a conversation alive while the stream is open."""
+        async for response in self._sessions.serve(requests, lambda: self._tenant(context)):
+            yield response
+
     @unary
     async def EndConversation(  # noqa: N802
         self, request: router_service_pb2.EndConversationRequest, context: Context
@@ -107,6 +127,7 @@ class RouterServicer:
     async def drain(self, limit_s: float) -> None:
         """Refuse new turns; return when the running ones have ended, or after limit_s."""
         self._draining = True
+        self._sessions.end()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -116,6 +137,7 @@ class RouterServicer:
     async def stop(self) -> None:
         """Cancel what still runs. Idempotent."""
         self._draining = True
+        self._sessions.end()
         running = set(self._running)
         for task in running:
             task.cancel()

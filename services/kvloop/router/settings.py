@@ -60,6 +60,10 @@ class RouterSettings(ObservedSettings):
     """How many turns are remembered for `kvloop explain`."""
     max_concurrent_turns: Annotated[int, Field(ge=1)] = 1024
     """Turns served at once; more are told to come back."""
+    max_sessions: Annotated[int, Field(ge=1)] = 10_000
+    """Sessions open at once; more are told to come back."""
+    session_alive_s: Annotated[float, Field(ge=0.05, le=3600)] = 30.0
+    """For how long a conversation counts as alive after its session broke."""
     retry_after_ms: Annotated[int, Field(ge=1)] = 200
     """When an overloaded router asks to be tried again."""
     directory_timeout_ms: Annotated[float, Field(gt=0, le=10_000)] = 25.0

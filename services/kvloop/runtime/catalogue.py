@@ -133,6 +133,8 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     _gauge("turns_in_flight", "Turns being served.", of=_ROUTER),
     _gauge("turns_limit", "Turns served at once before more are refused.", of=_ROUTER),
+    _gauge("sessions_open", "Sessions that agents hold open.", of=_ROUTER),
+    _gauge("sessions_limit", "Sessions open at once before more are refused.", of=_ROUTER),
     _gauge(
         "router_workers",
         "Workers by role: ready for turns, paused after a failure, or gone.",
@@ -152,6 +154,9 @@ CATALOGUE: tuple[Metric, ...] = (
         "Publications: won, lost to a later turn, put off while the store was away, given up.",
         ("outcome", ("won", "lost", "deferred", "given_up")),
         of=_DECODE,
+    ),
+    _counter(
+        "leases_prolonged", "Times that a lease was prolonged because its session was open.", of=_DECODE
     ),
     _gauge("lease_pins", "Reads in progress.", of=_DECODE),
     _counter("reads_granted", "Reads that a lease's worker allowed.", of=_DECODE),

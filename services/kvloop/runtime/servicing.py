@@ -54,7 +54,8 @@ def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return parse_or_mark
 
 
-def _check_parsed(request: object) -> None:
+def check_parsed(request: object) -> None:
+    """Raise the Failure of bytes that did not parse; for requests that come in a stream."""
     if isinstance(request, Unparsable):
         raise invalid("request", "the bytes are no message of this method's request type")
 
@@ -76,7 +77,7 @@ def unary(method: Callable[[S, Q, Context], Awaitable[A]]) -> Callable[[S, Q, Co
     @functools.wraps(method)
     async def wrapped(self: S, request: Q, context: Context) -> A:
         try:
-            _check_parsed(request)
+            check_parsed(request)
             with tracing.serving(method.__name__, context.invocation_metadata()):
                 return await method(self, request, context)
         except Failure as failure:
@@ -98,7 +99,7 @@ def stream(
     async def wrapped(self: S, request: Q, context: Context) -> AsyncIterator[A]:
         answers = method(self, request, context)
         try:
-            _check_parsed(request)
+            check_parsed(request)
             async for answer in answers:
                 yield answer
         except Failure as failure:
