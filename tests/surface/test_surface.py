@@ -15,6 +15,7 @@ import anthropic
 import fetch
 import openai
 import pytest
+from client_go import Go
 from surface_kit import MODEL, QUESTIONS, REUSED, SYSTEM, Told, Up, run
 
 from kvloop.bench.workload.words import words
@@ -146,6 +147,19 @@ def test_openai_js(up: Up, clients: Clients) -> None:
         assert turn["identity"] == "x-session-id"
     told.requests += len(printed["errors"])
     told.errors += printed["errors"]
+    check(told)
+
+
+def test_go(up: Up, clients: Clients, tmp_path: Path) -> None:
+    told = clients["go"] = Told()
+    go = Go(tmp_path / "gopath")
+    agent = tmp_path / "agent"
+    go.run("go", "build", "-o", str(agent), "./examples/agent")
+    printed = go.run(str(agent), "-routers", up.router, "-turns", "4", "-conversation", "go")
+    turns = re.findall(r"turn (\d+): (\w+), (\d+) of", printed)
+    assert len(turns) == 4, printed
+    for number, verdict, reused in turns:
+        told.turn(int(number) - 1, verdict.lower() if int(reused) else "recompute")
     check(told)
 
 

@@ -67,10 +67,7 @@ class Publisher:
     async def renew(self, leases: Sequence[tuple[Lease, float]]) -> list[Standing]:
         """Prolong the entries of leases, to so many seconds from now, where a session is open."""
         return await self._directory.renew(
-            [
-                Renewal(lease.scope, lease.lease_id, self.entry_ttl_s(remaining))
-                for lease, remaining in leases
-            ]
+            [Renewal(lease.scope, lease.lease_id, self.entry_ttl_s(remaining)) for lease, remaining in leases]
         )
 
     async def soften(self, lease: Lease) -> None:
