@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from kvloop.gateway import segments
 from kvloop.gateway.segments import Rendering, SegmentCache
+from kvloop.runtime import tokens
 
 NAMES = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_end|>>", "<file_sep>", "<filename>"]
 SPECIALS = {name: number for number, name in enumerate(NAMES)}
@@ -66,7 +67,9 @@ class Chat:
             self.asked.extend(texts)
             return [self.plain(one) for one in texts]
 
-        return asyncio.run(self.cache.render(tenant, text, encode))
+        rendering = asyncio.run(self.cache.render(tenant, text, encode))
+        assert rendering.packed() == tokens.pack(rendering.ids)
+        return rendering
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))

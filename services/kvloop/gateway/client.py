@@ -156,7 +156,8 @@ class RouterEngineClient:
         ids = compat.prompt_ids(prompt)
         room = self.model_config.max_model_len - len(ids)
         sampling = to_proto(params, room=room)
-        packed = tokens.pack(ids)
+        rendering = here.rendering
+        packed = rendering.packed() if rendering and rendering.ids is ids else tokens.pack(ids)
         turns: list[AsyncIterator[Any]] = []
         for index in range(params.n):
             message = router_service_pb2.GenerateRequest(

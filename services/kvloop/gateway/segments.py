@@ -24,6 +24,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvloop.runtime import tokens
+
 Encode = Callable[[list[str]], Awaitable[list[list[int]]]]
 """Token ids of each text, without special tokens added."""
 
@@ -51,6 +53,13 @@ class Rendering:
     """Ids up to there."""
     digest: "hashlib.blake2b"
     """State over the text up to the border."""
+    head: "array[int]"
+    """Ids that the walk started from."""
+
+    def packed(self) -> bytes:
+        """Return all ids as they travel."""
+        # Answers are put back after the head, never inside it.
+        return tokens.pack(self.head) + tokens.pack(self.ids[len(self.head) :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +103,14 @@ class _Tenant:
         return self.pieces_bytes + self.answers_bytes + self.beginnings_bytes
 
     def find(self, text: str, borders: Sequence[int]) -> tuple[int, _Beginning] | None:
-        """Return the number of the border where the longest known beginning of a text ends, and it."""
-        for number in range(len(borders) - 1, -1, -1):
-            at = borders[number]
+        """Return where the longest known beginning of a text ends, and it; borders: where one may end."""
+        for at in reversed(borders):
             if at in self.lengths:
                 place = (at, hashlib.blake2b(_bytes(text[:at]), digest_size=_DIGEST_BYTES).digest())
                 known = self.beginnings.get(place)
                 if known is not None:
                     self.beginnings.move_to_end(place)
-                    return number, known
+                    return at, known
         return None
 
     def keep(self, place: _Place, beginning: _Beginning) -> None:
@@ -157,17 +165,16 @@ class SegmentCache:
     async def render(self, tenant: str, text: str, encode: Encode) -> Rendering:
         """Return the token ids of a text; encode is asked for the pieces not seen before."""
         cache = self._tenant(tenant)
-        pieces = self._cut.split(text) if self._cut is not None else [text]
-        borders = _borders(pieces)
-        found = cache.find(text, borders)
-        first = 2 * found[0] + 2 if found is not None else 0
-        start = (borders[found[0]], found[1]) if found is not None else None
-        missing = {piece: None for piece in pieces[first::2] if piece and piece not in cache.pieces}
+        borders = [cut.end() for cut in self._cut.finditer(text)] if self._cut is not None else []
+        start = cache.find(text, borders)
+        rest = text[start[0] :] if start is not None else text
+        pieces = self._cut.split(rest) if self._cut is not None else [rest]
+        missing = {piece: None for piece in pieces[::2] if piece and piece not in cache.pieces}
         fresh: dict[str, list[int]] = {}
         if missing:
             texts = list(missing)
             fresh = dict(zip(texts, await encode(texts), strict=True))
-        rendering = self._assemble(cache, text, pieces[first:], fresh, start)
+        rendering = self._assemble(cache, text, pieces, fresh, start)
         for piece, ids in fresh.items():
             self._keep_piece(cache, piece, ids)
         self._keep_beginning(cache, rendering, start)
@@ -219,7 +226,8 @@ class SegmentCache:
                     ids.extend(answer.ids)
                     restored += len(answer.ids)
         last, (count, state) = borders.popitem()
-        return Rendering(text, ids, cached, restored, last, count, state)
+        head = start[1].ids if start is not None else array("I")
+        return Rendering(text, ids, cached, restored, last, count, state, head)
 
     def remember(self, tenant: str, rendering: Rendering, answer: str, answer_ids: Sequence[int]) -> None:
         """Keep the ids of an answer for when its text comes back.
@@ -286,16 +294,6 @@ class SegmentCache:
         while size > self._max_bytes and len(self._tenants) > 1:
             _, oldest = self._tenants.popitem(last=False)
             size -= oldest.size
-
-
-def _borders(pieces: Sequence[str]) -> list[int]:
-    """Return where each special token ends; pieces alternate between text and special tokens."""
-    borders: list[int] = []
-    at = 0
-    for text, special in zip(pieces[::2], pieces[1::2], strict=False):
-        at += len(text) + len(special)
-        borders.append(at)
-    return borders
 
 
 def _bytes(text: str) -> bytes:
