@@ -17,6 +17,8 @@ from kvloop.engine.settings import smollm2_dir
 STARTED = "Ctrl-C stops it."
 MODEL = "smollm2"
 START_S = 280
+# A busy machine must not decide what is reused.
+PATIENT = {"directory_timeout_ms": 2000.0, "prefill_timeout_s": 600.0, "first_chunk_timeout_s": 600.0}
 STOP_S = 60
 SIMULATED = "simulated"
 
@@ -81,6 +83,9 @@ class Up:
         command += ["--chat-listen", "127.0.0.1:0"]
         # What a decode worker gives back must not be hidden by what the prefill worker remembers.
         command += ["--no-prefix-caching-on-prefill"]
+        patient = folder / "router.yaml"
+        patient.write_text(json.dumps(PATIENT))
+        command += ["--router-config", str(patient)]
         if engine == SIMULATED:
             told = json.dumps({"tokenizer": str(smollm2_dir())})
             command += ["--engine", SIMULATED, "--extra-engine-args", told, "--max-model-len", "8192"]
