@@ -42,7 +42,7 @@ $(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
 	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -52,19 +52,30 @@ model: setup ## Fetch SmolLM2-135M-Instruct into the user's cache
 	@$(BIN)/kvloop model fetch smollm2
 
 debian: # Servers that the tests run against, from Debian
-	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null && command -v promtool >/dev/null || { \
-	  echo "== installing redis-server, redis-sentinel and prometheus"; \
-	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus >/dev/null; }
+	@command -v redis-server >/dev/null && command -v redis-sentinel >/dev/null && command -v promtool >/dev/null && \
+	  PATH="$$PATH:/usr/sbin" command -v haproxy >/dev/null || { \
+	  echo "== installing redis-server, redis-sentinel, prometheus and haproxy"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server redis-sentinel prometheus haproxy >/dev/null; }
+
+debian-go: # Go, with gRPC's and protobuf's libraries and plugins, from Debian
+	@command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null && test -d /usr/share/gocode/src/google.golang.org/grpc || { \
+	  echo "== installing golang-go and gRPC's libraries"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    golang-go golang-google-grpc-dev golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev \
+	    golang-google-genproto-dev protoc-gen-go protoc-gen-go-grpc >/dev/null; }
 
 demo: model ## A conversation with and without reuse, on real vLLM; writes out/demo.json
 	@$(BIN)/kvloop demo
 
-test: lint model debian ## Everything, on real vLLM too
+test: lint model debian debian-go ## Everything, on real vLLM too
 	@$(PYTEST) tests -m "not vllm"
 	@for room in engine connector gateway cases; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
 
 test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 	@$(PYTEST) tests -m "not vllm and not slow"
+
+test-go: setup-fast debian-go ## The Go client on a fleet of processes, its example and its stubs
+	@$(PYTEST) tests/client/test_client_go.py
 
 test-connector: model ## The connector plugin alone on real vLLM engines
 	@$(PYTEST) tests/connector -m vllm
@@ -87,9 +98,18 @@ bench-store: setup-fast ## The directory against raw GET and SET; writes out/sto
 bench-leases: model ## Leases: BeginRead, idle CPU, memory pressure, on real vLLM, up to 10 minutes; writes out/leases.json
 	@$(BIN)/kvloop bench leases --max-model-len 2048
 
+bench-router: setup-fast ## The router's time, CPU and memory on simulated engines, under 10 minutes; writes out/router.json
+	@$(BIN)/kvloop bench router
+
+bench-replicas: setup-fast debian ## Three routers behind HAProxy, one killed, the store restarted; writes out/replicas.json
+	@$(BIN)/kvloop bench replicas
+
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \
 	  --kv-cache-memory-bytes 1073741824 $(SWEEP)
+
+chaos: model ## 200 conversations while processes are killed, paused, drained; writes out/chaos.json
+	@$(BIN)/python tests/chaos/chaos_run.py
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 	@$(BIN)/ruff check .
@@ -110,6 +130,9 @@ test-ops: setup-fast debian ## Metrics, alerts, traces and the doctor
 
 stubs: setup-fast ## Make the Python stubs from the protos
 	@tools/stubs.sh
+
+stubs-go: setup-fast debian-go ## Make the Go stubs from the protos
+	@tools/stubs-go.sh
 
 lock: ## Renew the exact pins
 	@tools/lock.sh

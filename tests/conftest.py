@@ -5,17 +5,22 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-# Whole fleets of processes, and stores from Debian or in trouble.
+# Whole fleets of processes, stores from Debian or in trouble, and what takes its time.
 SLOW_FILES = {
     "bench/test_bench_sweep.py",
     "cli/test_cli_chat.py",
     "cli/test_cli_demo.py",
     "cli/test_cli_fleet.py",
     "cli/test_cli_up.py",
+    "client/test_client_fleet.py",
+    "client/test_client_go.py",
+    "client/test_client_readme.py",
     "metastore/test_directory_model.py",
     "metastore/test_outages.py",
     "metastore/test_store_faults.py",
+    "client/test_client_sim.py",
     "ops/test_fleet.py",
+    "router/test_sessions_over_time.py",
 }
 SLOW_FOLDERS = {"cases"}
 # The first test of a room waits for up to three engines to start, which import and compile on two cores.

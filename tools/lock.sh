@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/v"
 pip() { "$work/v/bin/pip" --disable-pip-version-check -q "$@"; }
-pip install 'hatchling>=1.27' editables '.[embedded,chat,model,bench,otel,dev]'
+pip install 'hatchling>=1.27' editables '.[embedded,chat,model,bench,otel,certs,dev]'
 pip freeze | grep -v '^kvloop' | sort -f > requirements/base.lock
 pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch==2.13.0+cpu
 pip install -c requirements/base.lock '.[cpu]'

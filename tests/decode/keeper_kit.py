@@ -2,15 +2,16 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvloop.decode.keeper import Keeper, Policy
+from kvloop.decode.prolonging import Prolonger
 from kvloop.decode.publishing import Publisher
 from kvloop.decode.reading import Reading
 from kvloop.engine.port import EngineFacts, Hold, HoldEnded, ReadGrant
 from kvloop.metastore.memory import MemoryDirectory
-from kvloop.metastore.port import DirectoryUnavailable, Published
+from kvloop.metastore.port import DirectoryUnavailable, Published, Renewal, Standing
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.v1alpha1 import lease_pb2, turn_pb2
 
@@ -52,6 +53,7 @@ class HoldTable:
         self.clock = clock
         self.held: dict[str, float] = {}
         self.pinned: dict[str, set[str]] = {}
+        self.gone = False
         self.settling = asyncio.Event()
         self.events: asyncio.Queue[HoldEnded] = asyncio.Queue()
         self._serial = itertools.count()
@@ -80,6 +82,15 @@ class HoldTable:
         await asyncio.sleep(0)
         return self.held.pop(lease_id, None) is not None
 
+    async def extend(self, lease_id: str, ttl_s: float) -> bool:
+        await asyncio.sleep(0)
+        if self.gone:
+            raise Failure(Reason.ERROR_REASON_WORKER_FAILED, "the engine is gone")
+        if lease_id not in self.held:
+            return False
+        self.held[lease_id] = max(self.held[lease_id], self.clock.now + ttl_s)
+        return True
+
     async def settle(self, lease_id: str) -> Hold | None:
         self.settling.set()
         await asyncio.sleep(0)
@@ -107,6 +118,8 @@ class GatedDirectory(MemoryDirectory):
         self.before: asyncio.Event | None = None
         self.after: asyncio.Event | None = None
         self.publishing = asyncio.Event()
+        self.renewals: list[list[Renewal]] = []
+        """What was asked to be prolonged, by call."""
 
     async def publish(self, scope: bytes, entry: lease_pb2.DirectoryEntry, ttl_s: float) -> Published:
         self.publishing.set()
@@ -128,6 +141,13 @@ class GatedDirectory(MemoryDirectory):
             raise DirectoryUnavailable
         return await super().remove(scope, lease_id)
 
+    async def renew(self, renewals: Sequence[Renewal]) -> list[Standing]:
+        self.renewals.append(list(renewals))
+        await asyncio.sleep(0)
+        if self.down:
+            return [Standing.UNKNOWN] * len(renewals)
+        return await super().renew(renewals)
+
 
 class Bench:
     """A keeper with everything around it."""
@@ -139,6 +159,8 @@ class Bench:
         publisher = Publisher(self.directory, ENDPOINT, lambda: FACTS, self.clock, margin_s=5.0)
         quick = {"publish_retry_s": 0.001, "watch_retry_s": 0.001} | policy
         self.keeper = Keeper(self.engine, publisher, self.clock, Policy(**quick))  # type: ignore[arg-type]
+        self.prolonger = Prolonger(self.engine, self.keeper, publisher, self.clock)  # type: ignore[arg-type]
+        self.keeper.on_lease = self.prolonger.add
         self.reading = Reading(self.engine, self.keeper, self.clock)  # type: ignore[arg-type]
 
     async def standing(self, scope: turn_pb2.TurnScope) -> str | None:

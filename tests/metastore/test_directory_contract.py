@@ -7,7 +7,13 @@ from store_servers import until
 
 from kvloop.metastore import codec
 from kvloop.metastore.factory import Store
-from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory, Outage, PrefixHints
+from kvloop.metastore.port import (
+    DirectoryUnavailable,
+    LeaseDirectory,
+    Outage,
+    Renewal,
+    Standing,
+)
 from kvloop.v1alpha1 import lease_pb2
 
 SCOPE = b"\x00\xff" * 16
@@ -42,12 +48,6 @@ async def _lapsed(directory: LeaseDirectory) -> bool:
 
 @pytest.fixture
 def directory(store: Store) -> LeaseDirectory:
-    return store.directory
-
-
-@pytest.fixture
-def hints(store: Store) -> PrefixHints:
-    assert isinstance(store.directory, PrefixHints)
     return store.directory
 
 
@@ -153,6 +153,32 @@ async def test_sessions_are_alive_for_a_while(directory: LeaseDirectory) -> None
     await until(lambda: _lapsed(directory))
 
 
+async def test_an_entry_is_prolonged_while_a_session_is_open(directory: LeaseDirectory) -> None:
+    await directory.publish(SCOPE, entry("a"), 30)
+    assert await directory.renew([Renewal(SCOPE, "a", 60)]) == [Standing.IDLE]
+    assert (await directory.lookup(SCOPE)).remaining_s <= 30
+    await directory.set_alive(SCOPE, 60)
+    assert await directory.renew([Renewal(SCOPE, "a", 60)]) == [Standing.RENEWED]
+    found = await directory.lookup(SCOPE)
+    assert found.entry == entry("a")
+    assert 30 < found.remaining_s <= 60
+    assert await directory.renew([Renewal(SCOPE, "a", 1)]) == [Standing.RENEWED]
+    assert (await directory.lookup(SCOPE)).remaining_s > 30
+
+
+async def test_renewals_are_answered_in_order_whatever_became_of_the_entry(directory: LeaseDirectory) -> None:
+    scopes = [number.to_bytes(2, "big") * 16 for number in range(1, 301)]
+    for number, scope in enumerate(scopes):
+        await directory.set_alive(scope, 60)
+        if number % 3:
+            await directory.publish(scope, entry("mine" if number % 3 == 1 else "other"), 30)
+    by_rest = {0: Standing.MISSING, 1: Standing.RENEWED, 2: Standing.REPLACED}
+    expected = [by_rest[number % 3] for number in range(len(scopes))]
+    assert await directory.renew([Renewal(scope, "mine", 60) for scope in scopes]) == expected
+    assert (await directory.lookup(scopes[2])).remaining_s <= 30
+    assert await directory.renew([]) == []
+
+
 async def test_of_concurrent_turns_the_latest_stands(directory: LeaseDirectory) -> None:
     answers = await asyncio.gather(
         *(directory.publish(SCOPE, entry(f"l{number}", number), 60) for number in range(1, 65))
@@ -194,49 +220,83 @@ async def test_senseless_scopes_are_refused(directory: LeaseDirectory, scope: by
         await directory.set_alive(SCOPE, 0)
 
 
-async def test_hints_lead_to_the_longest_held_prefix(directory: LeaseDirectory, hints: PrefixHints) -> None:
-    nothing = await hints.find_by_prefix(GROUP, [b"d1", b"d2"])
+async def test_hints_lead_to_the_longest_held_prefix(directory: LeaseDirectory) -> None:
+    nothing = await directory.find_by_prefix(GROUP, [b"d1", b"d2"])
     assert (nothing.scope, nothing.position, nothing.found.entry) == (b"", -1, None)
     assert nothing.found.turn_start_us > 0
     await directory.publish(SCOPE, entry("long"), 60)
-    await hints.publish_hints(GROUP, [b"d1", b"d2", b"d3"], SCOPE, 60)
+    await directory.publish_hints(GROUP, [b"d1", b"d2", b"d3"], SCOPE, 60)
     await directory.publish(OTHER, entry("fork"), 60)
-    await hints.publish_hints(GROUP, [b"d1", b"d2", b"f3"], OTHER, 60)
-    found = await hints.find_by_prefix(GROUP, [b"d1", b"d2", b"d3", b"d4"])
+    await directory.publish_hints(GROUP, [b"d1", b"d2", b"f3"], OTHER, 60)
+    found = await directory.find_by_prefix(GROUP, [b"d1", b"d2", b"d3", b"d4"])
     assert (found.scope, found.position) == (SCOPE, 2)
     assert found.found.entry == entry("long")
     assert 0 < found.found.remaining_s <= 60
     # The latest fork first where both share the prefix; the other one when that is gone.
-    assert (await hints.find_by_prefix(GROUP, [b"d1", b"d2"])).scope == OTHER
+    assert (await directory.find_by_prefix(GROUP, [b"d1", b"d2"])).scope == OTHER
     await directory.remove(OTHER, "fork")
-    assert (await hints.find_by_prefix(GROUP, [b"d1", b"d2", b"f3"])).scope == SCOPE
+    assert (await directory.find_by_prefix(GROUP, [b"d1", b"d2", b"f3"])).scope == SCOPE
     await directory.remove(SCOPE, "long")
-    assert (await hints.find_by_prefix(GROUP, [b"d1", b"d2", b"d3"])).found.entry is None
+    assert (await directory.find_by_prefix(GROUP, [b"d1", b"d2", b"d3"])).found.entry is None
 
 
-async def test_hints_stay_within_their_group(directory: LeaseDirectory, hints: PrefixHints) -> None:
+async def test_hints_stay_within_their_group(directory: LeaseDirectory) -> None:
     await directory.publish(SCOPE, entry("a"), 60)
-    await hints.publish_hints(GROUP, [b"d1"], SCOPE, 60)
-    assert (await hints.find_by_prefix(b"another", [b"d1"])).scope == b""
+    await directory.publish_hints(GROUP, [b"d1"], SCOPE, 60)
+    assert (await directory.find_by_prefix(b"another", [b"d1"])).scope == b""
 
 
-async def test_hints_of_many_forks_keep_the_latest_few(directory: LeaseDirectory, hints: PrefixHints) -> None:
+async def test_hints_of_many_forks_keep_the_latest_few(directory: LeaseDirectory) -> None:
     scopes = [bytes([number]) * 32 for number in range(1, 8)]
     for scope in scopes:
         await directory.publish(scope, entry(scope.hex()), 60)
-        await hints.publish_hints(GROUP, [b"d1"], scope, 60)
+        await directory.publish_hints(GROUP, [b"d1"], scope, 60)
     for scope in reversed(scopes[-4:]):
-        assert (await hints.find_by_prefix(GROUP, [b"d1"])).scope == scope
+        assert (await directory.find_by_prefix(GROUP, [b"d1"])).scope == scope
         await directory.remove(scope, scope.hex())
-    assert (await hints.find_by_prefix(GROUP, [b"d1"])).scope == b""
+    assert (await directory.find_by_prefix(GROUP, [b"d1"])).scope == b""
 
 
-async def test_hints_need_digests_and_time(hints: PrefixHints) -> None:
+async def test_names_come_before_hints_in_their_order(directory: LeaseDirectory) -> None:
+    third = b"\x03" * 32
+    await directory.publish(OTHER, entry("hinted"), 60)
+    await directory.publish_hints(GROUP, [b"d1", b"d2"], OTHER, 60)
+    nothing = await directory.find_by_prefix(GROUP, [], [SCOPE, third])
+    assert (nothing.scope, nothing.position, nothing.found.entry) == (b"", -1, None)
+    assert nothing.found.turn_start_us > 0
+    hinted = await directory.find_by_prefix(GROUP, [b"d1", b"d2", b"d3"], [SCOPE, third])
+    assert (hinted.scope, hinted.position, hinted.found.entry) == (OTHER, 1, entry("hinted"))
+    await directory.publish(third, entry("third"), 60)
+    parent = await directory.find_by_prefix(GROUP, [b"d1"], [SCOPE, third])
+    assert (parent.scope, parent.position, parent.found.entry) == (third, -1, entry("third"))
+    assert 0 < parent.found.remaining_s <= 60
+    await directory.publish(SCOPE, entry("own"), 60)
+    own = await directory.find_by_prefix(GROUP, [b"d1"], [SCOPE, third])
+    assert (own.scope, own.position, own.found.entry) == (SCOPE, -1, entry("own"))
+    # As from a lookup: its time is the start of the turn that asks.
+    assert nothing.found.turn_start_us <= own.found.turn_start_us
+    assert own.found.turn_start_us <= (await directory.lookup(SCOPE)).turn_start_us
+
+
+async def test_past_a_lease_that_is_gone_hints_lead_to_a_shorter_one(
+    directory: LeaseDirectory,
+) -> None:
+    await directory.publish(SCOPE, entry("short"), 60)
+    await directory.publish_hints(GROUP, [b"d1"], SCOPE, 60)
+    await directory.publish(OTHER, entry("long"), 60)
+    await directory.publish_hints(GROUP, [b"d1", b"d2"], OTHER, 60)
+    assert (await directory.find_by_prefix(GROUP, [b"d1", b"d2"])).scope == OTHER
+    await directory.remove(OTHER, "long")
+    found = await directory.find_by_prefix(GROUP, [b"d1", b"d2"])
+    assert (found.scope, found.position) == (SCOPE, 0)
+
+
+async def test_hints_need_digests_and_time(directory: LeaseDirectory) -> None:
     with pytest.raises(ValueError, match="digest"):
-        await hints.find_by_prefix(GROUP, [])
-    await hints.publish_hints(GROUP, [], SCOPE, 60)
-    await hints.publish_hints(GROUP, [b"d1"], SCOPE, 0)
-    assert (await hints.find_by_prefix(GROUP, [b"d1"])).scope == b""
+        await directory.find_by_prefix(GROUP, [])
+    await directory.publish_hints(GROUP, [], SCOPE, 60)
+    await directory.publish_hints(GROUP, [b"d1"], SCOPE, 0)
+    assert (await directory.find_by_prefix(GROUP, [b"d1"])).scope == b""
 
 
 async def test_a_check_says_what_the_store_is(directory: LeaseDirectory) -> None:
@@ -252,3 +312,4 @@ async def test_a_closed_directory_is_unavailable(directory: LeaseDirectory) -> N
     with pytest.raises(DirectoryUnavailable) as caught:
         await directory.lookup(SCOPE)
     assert caught.value.outage is Outage.CLOSED
+    assert await directory.renew([Renewal(SCOPE, "a", 60)]) == [Standing.UNKNOWN]

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 from store_servers import Store as Servers
 
-from kvloop.metastore import keys
+from kvloop.metastore import keys, port
 from kvloop.metastore.factory import StoreOptions, open_store
 from kvloop.metastore.scripts import MAX_HINT_SCOPES
 from kvloop.v1alpha1 import lease_pb2
@@ -191,6 +191,25 @@ class DirectoryMachine(RuleBasedStateMachine):
     def ask_alive(self, index: int) -> None:
         assert self.wait(self.store.directory.is_alive(SCOPES[index])) == (SCOPES[index] in self.alive)
 
+    @rule(several=st.lists(leases, max_size=4), short=st.booleans())
+    def renew(self, several: list[tuple[int, str]], short: bool) -> None:
+        """A holder asks for several leases at once, also for those that were replaced."""
+        ttl_s = SHORT_S if short else LONG_S
+        renewals = [port.Renewal(SCOPES[index], lease_id, ttl_s) for index, lease_id in several]
+        answers = self.wait(self.store.directory.renew(renewals))
+        assert answers == [self.renewed(renewal, short) for renewal in renewals]
+
+    def renewed(self, renewal: port.Renewal, short: bool) -> port.Standing:
+        standing = self.standing.get(renewal.scope)
+        if renewal.scope not in self.alive:
+            return port.Standing.IDLE
+        if standing is None:
+            return port.Standing.MISSING
+        if standing.lease_id != renewal.lease_id:
+            return port.Standing.REPLACED
+        standing.short = standing.short and short
+        return port.Standing.RENEWED
+
     @rule(index=st.integers(0, 3), some=st.sets(st.sampled_from(DIGESTS), max_size=5))
     def hint(self, index: int, some: set[bytes]) -> None:
         digests = sorted(some)
@@ -199,19 +218,22 @@ class DirectoryMachine(RuleBasedStateMachine):
             others = [scope for scope in self.hints.get(digest, []) if scope != SCOPES[index]]
             self.hints[digest] = [SCOPES[index], *others][:MAX_HINT_SCOPES]
 
-    @rule(some=st.sets(st.sampled_from(DIGESTS), min_size=1, max_size=5))
-    def find(self, some: set[bytes]) -> None:
+    @rule(
+        some=st.sets(st.sampled_from(DIGESTS), min_size=1, max_size=5),
+        names=st.lists(st.sampled_from(SCOPES), max_size=2, unique=True),
+    )
+    def find(self, some: set[bytes], names: list[bytes]) -> None:
+        """A name comes before all hints, the longest prefix before shorter ones."""
         digests = sorted(some)
-        expected = next(
-            (
-                (scope, position)
-                for position in reversed(range(len(digests)))
-                for scope in self.hints.get(digests[position], [])
-                if scope in self.standing
-            ),
-            (b"", -1),
-        )
-        found = self.wait(self.store.directory.find_by_prefix(GROUP, digests))
+        named = [(scope, -1) for scope in names if scope in self.standing]
+        hinted = [
+            (scope, position)
+            for position in reversed(range(len(digests)))
+            for scope in self.hints.get(digests[position], [])
+            if scope in self.standing
+        ]
+        expected = next(iter(named + hinted), (b"", -1))
+        found = self.wait(self.store.directory.find_by_prefix(GROUP, digests, names))
         assert (found.scope, found.position) == expected
         if expected[0]:
             standing = self.standing[expected[0]]

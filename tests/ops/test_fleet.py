@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 from ops_http import scrape, total, value
 
-from kvloop.cli.client import RouterClient, Turn
 from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
+from kvloop.client import Client
 from kvloop.v1alpha1 import sampling_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -98,12 +98,12 @@ async def test_one_trace_over_processes(fleet: Fleet) -> None:
 
 async def play(fleet: Fleet) -> None:
     """Play turns of one conversation."""
-    client = RouterClient(fleet.endpoint("router-0"))
+    client = Client(fleet.endpoint("router-0"))
     sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=140, ignore_eos=True)
     ids = list(range(100, 200))
     for _ in range(TURNS):
-        async for piece in client.generate(Turn(ids, "c", sampling)):
-            ids = [*ids, *piece.token_ids]
+        async for event in client.turn(ids, conversation_id="c", sampling=sampling):
+            ids = [*ids, *event.token_ids]
         ids += range(300, 500)
-    await client.end_conversation("c")
+    await client.end("c")
     await client.close()

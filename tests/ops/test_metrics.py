@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from ops_http import get, scrape, total, value
-from router_sim import SimFleet, ids, sim_fleet
+from router_sim import SimFleet, ids, sim_fleet, until_async
 
+from kvloop.client import Client, Retention
 from kvloop.decode.app import DecodeApp
 from kvloop.prefill.app import PrefillApp
 from kvloop.router.settings import RouterSettings
@@ -67,6 +69,26 @@ async def test_a_reused_turn_is_counted_everywhere(fleet: SimFleet) -> None:
     pool = await decode.engine.pool()
     assert value(held, "kvloop_pool_blocks", state="held") == pool.held_blocks > 0
     assert value(held, "kvloop_pool_held_share") == pytest.approx(pool.held_blocks / pool.total_blocks)
+
+
+async def test_sessions_and_what_they_prolong_are_counted(fleet: SimFleet) -> None:
+    router = await fleet.router(max_sessions=7)
+    (decode,) = fleet.decodes
+    assert isinstance(decode.app, DecodeApp)
+
+    async def prolonged() -> bool:
+        held = await scrape(decode.app.metrics_endpoint)
+        return value(held, "kvloop_leases_prolonged_total") > 0
+
+    async with Client(router.endpoint) as client, client.session("c") as session:
+        short = Retention(ttl=duration_pb2.Duration(seconds=2))
+        async for _ in session.turn(ids(100), max_tokens=4, retention=short):
+            pass
+        seen = await scrape(router.metrics_endpoint)
+        assert value(seen, "kvloop_sessions_open") == 1
+        assert value(seen, "kvloop_sessions_limit") == 7
+        await until_async(prolonged, "a lease prolonged")
+    assert value(await scrape(router.metrics_endpoint), "kvloop_sessions_open") == 0
 
 
 async def test_what_is_not_answered_is_counted(fleet: SimFleet) -> None:

@@ -1,10 +1,11 @@
 """Small prefill and decode workers on real gRPC, with hooks to fail where a test wants them to."""
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvloop.runtime import tokens
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.digests import COARSE_BYTES, coarse_lengths, prefix_digests
 from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.mux.carrier import Carrier
 from kvloop.runtime.servicing import stream, unary
 from kvloop.v1alpha1 import (
     decode_service_pb2,
@@ -53,6 +55,7 @@ def make_info(role: "worker_pb2.WorkerRole.ValueType", name: str) -> worker_pb2.
         compatibility="c1",
         bidirectional_kv_xfer=True,
         kv_recompute_threshold=2 * BLOCK,
+        attach=True,
     )
 
 
@@ -94,7 +97,18 @@ class FakePrefill(prefill_service_pb2_grpc.PrefillServiceServicer):
         self.on_prefill: Hook | None = None
         """Called (and awaited) ahead of each answer; what it raises is the answer."""
         self.cancelled = 0
+        self.streams = 0
+        self._carrier = Carrier(
+            self.Prefill, prefill_service_pb2.PrefillRequest, prefill_service_pb2.PrefillServiceAttachResponse
+        )
         self.host = Served(lambda s: prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self, s))
+
+    @stream
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.streams += 1
+        async with aclosing(self._carrier.serve(request_iterator, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     @unary
     async def Prefill(  # noqa: N802
@@ -158,6 +172,10 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
         self.leases: set[str] = set()
         self.on_chunk: Callable[[int], Any] | None = None
         """Called (and awaited) ahead of each chunk with its number; what it raises ends the stream."""
+        self.on_summary: Hook | None = None
+        self.drifts = False
+        """Whether each answer begins with another token than the last one."""
+        self.siblings = [self]
         self.cancelled = 0
         self.finished = 0
         self.displaces: tuple[str, str] | None = None
@@ -166,7 +184,18 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
         """Added to the text of every chunk."""
         self._directory = directory
         self._prefills = prefills
+        self.streams = 0
+        self._carrier = Carrier(
+            self.Decode, decode_service_pb2.DecodeRequest, decode_service_pb2.DecodeServiceAttachResponse
+        )
         self.host = Served(lambda s: decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self, s))
+
+    @stream
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.streams += 1
+        async with aclosing(self._carrier.serve(request_iterator, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     @stream
     async def Decode(  # noqa: N802
@@ -174,6 +203,9 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_service_pb2.DecodeResponse]:
         self.requests.append(request)
         answer = expected_answer(request.prompt_token_ids, request.sampling.max_tokens or 4)
+        if self.drifts:
+            served = sum(len(decode.requests) for decode in self.siblings)
+            answer = [(token + served - 1) % VOCAB for token in answer]
         try:
             for number, token in enumerate(answer):
                 if self.on_chunk is not None:
@@ -181,7 +213,11 @@ class FakeDecode(decode_service_pb2_grpc.DecodeServiceServicer):
                 if number == 0:
                     self._read(request.handle.params_json)
                 chunk = turn_pb2.Chunk(token_ids=tokens.pack([token]), text=f"<{token}>{self.padding}")
+                if number == len(answer) - 1:
+                    chunk.finish_reason = turn_pb2.FINISH_REASON_LENGTH
                 yield decode_service_pb2.DecodeResponse(chunk=chunk)
+            if self.on_summary is not None:
+                await self.on_summary()
             summary = decode_service_pb2.DecodeSummary(
                 finish_reason=turn_pb2.FINISH_REASON_LENGTH, output_tokens=len(answer)
             )
@@ -290,12 +326,19 @@ class FlakyDirectory(MemoryDirectory):
     on_lookup: Hook | None = None
 
     async def lookup(self, scope: bytes) -> Any:
+        return await self._asked(super().lookup(scope))
+
+    async def find_by_prefix(self, group: bytes, digests: Any, scopes: Any = ()) -> Any:
+        return await self._asked(super().find_by_prefix(group, digests, scopes))
+
+    async def _asked(self, answer: Coroutine[Any, Any, Any]) -> Any:
         self.lookups += 1
-        if self.stuck is not None:
-            await self.stuck.wait()
-        if self.down:
-            raise DirectoryUnavailable
-        found = await super().lookup(scope)
+        with contextlib.closing(answer):
+            if self.stuck is not None:
+                await self.stuck.wait()
+            if self.down:
+                raise DirectoryUnavailable
+            found = await answer
         if self.on_lookup is not None:
             self.on_lookup()
         return found
@@ -318,6 +361,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     chunks: int = 0
+    logprobs: int = 0
     summary: turn_pb2.Summary | None = None
 
     @property
@@ -369,6 +413,7 @@ async def collect(call: Any, into: Answer | None = None) -> Answer:
             answer.chunks += 1
             answer.token_ids += tokens.unpack(response.chunk.token_ids)
             answer.text += response.chunk.text
+            answer.logprobs += len(response.chunk.logprobs)
     return answer
 
 
@@ -425,6 +470,8 @@ async def fake_fleet(prefills: int = 1, decodes: int = 1) -> AsyncIterator[FakeF
         directory = FlakyDirectory()
         ps = [FakePrefill(f"p{n}") for n in range(prefills)]
         ds = [FakeDecode(f"d{n}", directory, ps) for n in range(decodes)]
+        for decode in ds:
+            decode.siblings = ds
         for host in [*(p.host for p in ps), *(d.host for d in ds)]:
             await host.start()
             stack.push_async_callback(host.kill)

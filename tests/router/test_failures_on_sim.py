@@ -4,10 +4,8 @@ import asyncio
 
 import grpc
 import pytest
-from router_fakes import Answer, collect
+from router_fakes import collect
 from router_sim import SimFleet, ask, ids, sim_fleet, until_async
-
-from kvloop.runtime.errors import Reason, from_rpc_error
 
 PROMPT = ids(400)
 SLOW = {"preset": "qwen3-32b-h200"}
@@ -110,28 +108,9 @@ async def test_a_worker_that_fails_once_is_tried_around(fault: str) -> None:
         await lease_free(fleet)
 
 
-async def test_a_decode_worker_killed_in_the_middle_of_an_answer() -> None:
-    async with sim_fleet(decodes=2, engine=SLOW) as fleet:
-        client = await fleet.client()
-        call = client.generate(ask(PROMPT, max_tokens=500))
-        responses, got = aiter(call), Answer()
-        await anext(responses)
-        victim = next(n for n in fleet.decodes if len(n.app.parts.turns))  # type: ignore[union-attr]
-        victim.engine.faults.kill()
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await collect(responses, got)
-        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-        failure = from_rpc_error(error.value, Reason.ERROR_REASON_UNSPECIFIED)
-        assert failure.reason_name == "WORKER_FAILED"
-        assert got.summary is None
-        assert (await client.say(PROMPT)).token_ids == await client.cold(PROMPT)
-        assert await client.end()
-        await lease_free(fleet)
-
-
 async def test_f5_a_lost_entry_is_a_cold_turn() -> None:
     async with sim_fleet() as fleet:
-        client = await fleet.client()
+        client = await fleet.client(await fleet.router(prefix_hints=False))
         first = await client.say(PROMPT)
         assert first.summary is not None
         lookups: list[bytes] = []
@@ -173,7 +152,9 @@ async def test_f7_directory_down_at_publish_and_back() -> None:
 
 
 async def test_a_router_that_stops_in_the_middle_strands_nothing() -> None:
-    async with sim_fleet(engine=SLOW) as fleet:
+    # A prompt whose decode leg was cancelled before its read is freed by its time.
+    brief = {"prefill_hold_s": 3.0, "read_margin_s": 0.5}
+    async with sim_fleet(engine=SLOW | brief) as fleet:
         app = await fleet.router()
         client = await fleet.client(app)
         calls = [client.generate(ask(ids(300, seed=n), f"c{n}", max_tokens=300)) for n in range(6)]

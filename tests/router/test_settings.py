@@ -50,11 +50,27 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ({"max_attempts": 0}, "max_attempts"),
         ({"directory_timeout_ms": 0}, "directory_timeout_ms"),
         ({"no_such_name": 1}, "no such setting"),
+        ({"prefill_endpoints": "", "decode_endpoints": "", "discover": False}, "at least one worker"),
+        ({"prefill_endpoints": "", "decode_endpoints": ""}, "unless directory_url names a store"),
+        ({"discover": True, "directory_url": "memory://"}, "memory:// is none"),
     ],
 )
 def test_contradictions(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace("(", r"\(")):
         RouterSettings.load(flags={**GOOD, **changes})
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({"directory_url": "redis://s:1"}, True),
+        (GOOD, False),
+        (GOOD | {"discover": True}, True),
+        ({"prefill_endpoints": "a:1", "discover": True}, True),
+    ],
+)
+def test_workers_are_looked_for_where_none_are_named(flags: dict[str, Any], found: bool) -> None:
+    assert RouterSettings.load(flags=flags).discovers == found
 
 
 def test_an_open_router_with_tokens_and_secret_is_fine() -> None:

@@ -84,6 +84,13 @@ def test_an_extended_deadline_holds_and_never_moves_back(holds: Table) -> None:
     assert holds.names() == []
 
 
+def test_an_extended_hold_is_evicted_no_later(holds: Table) -> None:
+    held = [holds.keep(str(i)) for i in range(5)]
+    holds.table.extend(held[0], 40.0)
+    holds.keep("new")
+    assert holds.ended == [("0", "evicted")]
+
+
 def test_an_expired_hold_is_not_live(holds: Table) -> None:
     holds.keep("a", deadline=10.0)
     assert holds.table.live("a", 9.9) is not None

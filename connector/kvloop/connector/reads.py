@@ -23,6 +23,8 @@ _log = logging.getLogger("vllm.kvloop")
 class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
     """What both families share: transfers are polled under their deadlines."""
 
+    _worker_report: WorkerReport
+
     def _init_reads(self) -> None:
         self._report_lock = threading.Lock()
         self._worker_report = WorkerReport()

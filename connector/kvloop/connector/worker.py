@@ -29,6 +29,8 @@ _MAX_PARTIAL_NOTICES = 65536
 class KvloopWorker(Reads):  # type: ignore[misc]
     """vLLM's reader of remote KV, made to refuse what may be wrong."""
 
+    _worker_report: WorkerReport
+
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         self._init_reads()
         self._partial_notices: OrderedDict[str, int] = OrderedDict()
@@ -129,7 +131,8 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         with self._report_lock:
             if not self._worker_report:
                 return None
-            report, self._worker_report = self._worker_report, WorkerReport()
+            report: WorkerReport = self._worker_report
+            self._worker_report = WorkerReport()
             return report
 
 

@@ -145,7 +145,20 @@ def _transport(target: urls.StoreUrl, plain: type[Connection], secured: type[Con
     return {"connection_class": secured, "tls_context": urls.tls_context(target)}
 
 
+def open_raw(url: str, *, options: StoreOptions | None = None) -> Redis:
+    """Return redis-py's own client of a single server, one connection made exactly as the directory's.
+
+    It is what the directory is measured against.
+    """
+    pool = _pool(urls.parse(url), options or StoreOptions())
+    return Redis(connection_pool=pool, single_connection_client=True)
+
+
 def _single(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
+    return link.SingleLink(_pool(target, options), _limits(options))
+
+
+def _pool(target: urls.StoreUrl, options: StoreOptions) -> ConnectionPool:
     settings = _settings(target, options)
     if target.kind == "unix":
         settings.update(connection_class=UnixDomainSocketConnection, path=target.path)
@@ -153,7 +166,7 @@ def _single(target: urls.StoreUrl, options: StoreOptions) -> link.Link:
         host, port = target.hosts[0]
         settings.update(host=host, port=port, socket_keepalive=True)
         settings.update(_transport(target, Connection, link.TlsConnection))
-    return link.SingleLink(ConnectionPool(db=target.db, **settings), _limits(options))
+    return ConnectionPool(db=target.db, **settings)
 
 
 def _sentinel(target: urls.StoreUrl, options: StoreOptions) -> link.Link:

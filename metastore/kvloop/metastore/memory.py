@@ -15,6 +15,8 @@ from kvloop.metastore.port import (
     Outage,
     PrefixFound,
     Published,
+    Renewal,
+    Standing,
 )
 from kvloop.metastore.scripts import MAX_HINT_SCOPES
 from kvloop.metastore.ttl import milliseconds, positive_milliseconds
@@ -145,6 +147,24 @@ class MemoryDirectory:
         self.opened()
         return self._alive.get(keys.alive_key(scope)) is not None
 
+    async def renew(self, renewals: Sequence[Renewal]) -> list[Standing]:
+        """See LeaseDirectory."""
+        return [Standing.UNKNOWN if self._closed else self._renew(renewal) for renewal in renewals]
+
+    def _renew(self, renewal: Renewal) -> Standing:
+        if self._alive.get(keys.alive_key(renewal.scope)) is None:
+            return Standing.IDLE
+        key = keys.lease_key(renewal.scope)
+        held = self._leases.get(key)
+        standing = codec.decode(held[0]) if held is not None else None
+        if held is None or standing is None:
+            return Standing.MISSING
+        if standing.lease_id != renewal.lease_id:
+            return Standing.REPLACED
+        value, left_ms = held
+        self._leases.set(key, value, max(left_ms, milliseconds(renewal.ttl_s)))
+        return Standing.RENEWED
+
     async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
         """See PrefixHints."""
         self.opened()
@@ -157,14 +177,20 @@ class MemoryDirectory:
             kept = (scope, *(other for other in scopes if other != scope))
             self._hints.set(key, kept[:MAX_HINT_SCOPES], max(ttl_ms, left_ms))
 
-    async def find_by_prefix(self, group: bytes, digests: Sequence[bytes]) -> PrefixFound:
+    async def find_by_prefix(
+        self, group: bytes, digests: Sequence[bytes], scopes: Sequence[bytes] = ()
+    ) -> PrefixFound:
         """See PrefixHints."""
         self.opened()
-        if not digests:
-            raise ValueError("a search needs a digest")
+        if not digests and not scopes:
+            raise ValueError("a search needs a digest or a scope")
+        for scope in scopes:
+            found = self._found(keys.lease_key(scope))
+            if found.entry is not None:
+                return PrefixFound(scope, _NOWHERE, found)
         for position in reversed(range(len(digests))):
-            scopes, _ = self._hints.get(keys.hint_key(group, digests[position])) or ((), 0)
-            for scope in scopes:
+            hinted, _ = self._hints.get(keys.hint_key(group, digests[position])) or ((), 0)
+            for scope in hinted:
                 found = self._found(keys.lease_key(scope))
                 if found.entry is not None:
                     return PrefixFound(scope, position, found)

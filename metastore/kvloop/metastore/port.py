@@ -8,7 +8,7 @@ Remaining time travels as a relative TTL; hosts' clocks are never compared.
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from kvloop.v1alpha1 import lease_pb2
 
@@ -69,9 +69,34 @@ class PrefixFound:
     scope: bytes
     """Scope of the lease found; empty without one."""
     position: int
-    """Which of the digests asked for led to it; -1 without one."""
+    """Which of the digests asked for led to it; -1 when none did."""
     found: Found
     """The lease, as from a lookup of its scope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """A lease whose entry is to stand for longer, if its conversation is alive."""
+
+    scope: bytes
+    lease_id: str
+    ttl_s: float
+    """From now; an entry that has longer keeps it."""
+
+
+class Standing(enum.Enum):
+    """What a renewal found."""
+
+    IDLE = enum.auto()
+    """No session is open; nothing was changed."""
+    RENEWED = enum.auto()
+    """A session is open, and the entry stands for longer."""
+    MISSING = enum.auto()
+    """A session is open, but there is no entry."""
+    REPLACED = enum.auto()
+    """A session is open, but the entry is another lease's."""
+    UNKNOWN = enum.auto()
+    """The store did not answer."""
 
 
 class Level(enum.StrEnum):
@@ -108,7 +133,29 @@ class FitnessReport:
         return all(finding.level is not Level.FAILURE for finding in self.findings)
 
 
-class LeaseDirectory(Protocol):
+class PrefixHints(Protocol):
+    """Leases by prefix digest, for conversations without an id, forks, and those that come back renamed.
+
+    A group is the keyed tag of (tenant, model, adapter, salt): hints never cross it. Hints are as
+    forgettable as leases and are written after the entry they point at.
+    """
+
+    async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
+        """Let prefix digests lead to a scope; a digest keeps the few latest scopes that named it."""
+        ...
+
+    async def find_by_prefix(
+        self, group: bytes, digests: Sequence[bytes], scopes: Sequence[bytes] = ()
+    ) -> PrefixFound:
+        """Return the live lease of the first of the scopes that has one, else of the longest known prefix.
+
+        digests: by ascending length. One round trip, two at most on a cluster. Raises ValueError when there
+        is neither a digest nor a scope to look for.
+        """
+        ...
+
+
+class LeaseDirectory(PrefixHints, Protocol):
     """Leases by scope. Methods raise DirectoryUnavailable, and nothing else, when the store fails."""
 
     async def lookup(self, scope: bytes) -> Found:
@@ -135,6 +182,14 @@ class LeaseDirectory(Protocol):
         """Tell whether a session is open."""
         ...
 
+    async def renew(self, renewals: Sequence[Renewal]) -> list[Standing]:
+        """Prolong the entries of those leases whose conversations have a session open; answers in order.
+
+        Nodes are asked in few writes, whatever the number. Never raises DirectoryUnavailable: a node that is
+        away makes its own answers UNKNOWN.
+        """
+        ...
+
     async def check(self) -> FitnessReport:
         """Return a report when the store answers, reads and writes; connects ahead of the first turn.
 
@@ -144,24 +199,4 @@ class LeaseDirectory(Protocol):
 
     async def close(self) -> None:
         """Close connections. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class PrefixHints(Protocol):
-    """Optional capability of a directory: leases by prefix digest, for conversations without an id.
-
-    A group is the keyed tag of (tenant, model, adapter, salt): hints never cross it. Hints are as
-    forgettable as leases and are written after the entry they point at.
-    """
-
-    async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
-        """Let prefix digests lead to a scope; a digest keeps the few latest scopes that named it."""
-        ...
-
-    async def find_by_prefix(self, group: bytes, digests: Sequence[bytes]) -> PrefixFound:
-        """Return the live lease of the longest known prefix; digests by ascending length.
-
-        One round trip, two at most on a cluster.
-        """
         ...

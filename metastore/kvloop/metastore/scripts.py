@@ -47,7 +47,7 @@ class RawFound(NamedTuple):
 
 
 class RawHint(NamedTuple):
-    """Where a hint led: position in the keys asked for, tag of the scope, and the lease."""
+    """Which of the keys asked for led to a lease (-1: none), the scope's tag if a hint did, and the lease."""
 
     position: int
     scope_tag: bytes
@@ -98,6 +98,18 @@ end
 return 0
 """)
 
+_RENEW = Script("""
+-- KEYS[1] lease key; KEYS[2] alive key; ARGV[1] digest of the lease id; ARGV[2] TTL in ms
+-- returns 0 without a session, 1 when the entry stands for at least that long, 2 without an entry, 3 when it
+--   is another lease's
+if redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+local old = redis.pcall('GETRANGE', KEYS[1], 0, 35)
+if type(old) ~= 'string' or string.sub(old, 1, 3) ~= 'KVL' then return 2 end
+if string.sub(old, 21, 36) ~= ARGV[1] then return 3 end
+if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 1
+""")
+
 _HINT = Script(f"""
 -- KEYS hint keys; ARGV[1] length byte and tag of the scope; ARGV[2] TTL in ms
 -- returns the number of keys written
@@ -139,25 +151,36 @@ end
 
 _FIND = Script(
     """
--- KEYS hint keys, longest prefix first
--- returns {position of the key from 1 or 0, tag of the scope, value or false, TTL in ms, seconds,
---   microseconds}; reads lease keys that it is not given, which a cluster forbids
+-- KEYS lease keys, or any of the hint keys; ARGV[1] number of lease keys; ARGV[2] beginning of the hint keys;
+-- ARGV[3] their ends, longest prefix first, with spaces in between: one argument costs less than 40 keys
+-- returns {position from 1 of the lease key or, after those, of the hint that led to a lease, or 0; tag of
+--   the scope or ''; value or false; TTL in ms; seconds; microseconds}; reads keys that it is not given,
+--   which a cluster forbids
 """
     + _CANDIDATES % MAX_HINT_BYTES
     + f"""
 local now = redis.call('TIME')
-local seen = {{}}
-for position, key in ipairs(KEYS) do
-  for _, tag in ipairs(candidates(key)) do
+local function live(key)
+  local value = redis.pcall('GETRANGE', key, 0, {codec.MAX_BYTES})
+  if type(value) == 'string' and #value > {codec.HEADER_BYTES} and #value <= {codec.MAX_BYTES}
+      and string.sub(value, 1, 4) == 'KVL1' then
+    local left = redis.call('PTTL', key)
+    if left > 0 then return value, left end
+  end
+end
+local leases = tonumber(ARGV[1])
+for position = 1, leases do
+  local value, left = live(KEYS[position])
+  if value then return {{position, '', value, left, now[1], now[2]}} end
+end
+local seen, position = {{}}, leases
+for ending in string.gmatch(ARGV[3], '%S+') do
+  position = position + 1
+  for _, tag in ipairs(candidates(ARGV[2] .. ending)) do
     if not seen[tag] then
       seen[tag] = true
-      local lease = 'kvloop:{{' .. tag .. '}}:lease'
-      local value = redis.pcall('GETRANGE', lease, 0, {codec.MAX_BYTES})
-      if type(value) == 'string' and #value > {codec.HEADER_BYTES} and #value <= {codec.MAX_BYTES}
-          and string.sub(value, 1, 4) == 'KVL1' then
-        local left = redis.call('PTTL', lease)
-        if left > 0 then return {{position, tag, value, left, now[1], now[2]}} end
-      end
+      local value, left = live('kvloop:{{' .. tag .. '}}:lease')
+      if value then return {{position, tag, value, left, now[1], now[2]}} end
     end
   end
 end
@@ -222,14 +245,24 @@ async def remove(runner: Runner, key: bytes, lease_tag: bytes) -> bool:
     return bool(await runner.run(_REMOVE, (key,), lease_tag) == 1)
 
 
+async def renew(runner: Runner, lease_key: bytes, alive_key: bytes, lease_tag: bytes, ttl_ms: int) -> int:
+    """Prolong a lease's entry while a session is open; return 0 to 3 as the script says."""
+    answer = await runner.run(_RENEW, (lease_key, alive_key), lease_tag, ttl_ms)
+    with _shaped():
+        return int(answer)
+
+
 async def put_hints(runner: Runner, keys: Sequence[bytes], scope_tag: bytes, ttl_ms: int) -> None:
     """Put a scope in front of every hint key's scopes."""
     await runner.run(_HINT, keys, bytes((len(scope_tag),)) + scope_tag, ttl_ms)
 
 
-async def find(runner: Runner, keys: Sequence[bytes]) -> RawHint:
-    """Return the first live lease that the hints lead to; standalone servers only."""
-    answer = await runner.run(_FIND, keys)
+async def find(
+    runner: Runner, leases: Sequence[bytes], hint_prefix: bytes, hint_tags: Sequence[bytes]
+) -> RawHint:
+    """Return the first live lease of these keys, or else that the hints lead to; standalone servers only."""
+    named = leases or (hint_prefix + hint_tags[0],)
+    answer = await runner.run(_FIND, named, len(leases), hint_prefix, b" ".join(hint_tags))
     with _shaped():
         position, scope_tag, value, ttl_ms, seconds, micros = answer
         return RawHint(position - 1, scope_tag, RawFound(value, ttl_ms, _clock(seconds, micros)))

@@ -1,6 +1,16 @@
 """Spans around what a turn asks of the directory, as a decorator."""
 
-from kvloop.metastore.port import FitnessReport, Found, LeaseDirectory, Published
+from collections.abc import Sequence
+
+from kvloop.metastore.port import (
+    FitnessReport,
+    Found,
+    LeaseDirectory,
+    PrefixFound,
+    Published,
+    Renewal,
+    Standing,
+)
 from kvloop.runtime import tracing
 from kvloop.v1alpha1 import lease_pb2
 
@@ -20,6 +30,22 @@ class _Traced:
             span.note(found=found.entry is not None, remaining_s=found.remaining_s)
             return found
 
+    async def find_by_prefix(
+        self, group: bytes, digests: Sequence[bytes], scopes: Sequence[bytes] = ()
+    ) -> PrefixFound:
+        with tracing.span("directory.lookup") as span:
+            found = await self._inner.find_by_prefix(group, digests, scopes)
+            lease = found.found
+            span.note(
+                found=lease.entry is not None, by_prefix=found.position >= 0, remaining_s=lease.remaining_s
+            )
+            return found
+
+    async def publish_hints(self, group: bytes, digests: Sequence[bytes], scope: bytes, ttl_s: float) -> None:
+        with tracing.span("directory.publish_hints") as span:
+            span.note(hints=len(digests))
+            await self._inner.publish_hints(group, digests, scope, ttl_s)
+
     async def publish(self, scope: bytes, entry: lease_pb2.DirectoryEntry, ttl_s: float) -> Published:
         with tracing.span("directory.publish") as span:
             published = await self._inner.publish(scope, entry, ttl_s)
@@ -35,6 +61,9 @@ class _Traced:
 
     async def is_alive(self, scope: bytes) -> bool:
         return await self._inner.is_alive(scope)
+
+    async def renew(self, renewals: Sequence[Renewal]) -> list[Standing]:
+        return await self._inner.renew(renewals)
 
     async def check(self) -> FitnessReport:
         return await self._inner.check()

@@ -40,6 +40,11 @@ class DecodeServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.stream_stream(
+                '/kvloop.v1alpha1.DecodeService/Attach',
+                request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachResponse.FromString,
+                _registered_method=True)
         self.BeginRead = channel.unary_unary(
                 '/kvloop.v1alpha1.DecodeService/BeginRead',
                 request_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.BeginReadRequest.SerializeToString,
@@ -78,6 +83,13 @@ class DecodeServiceServicer:
 
     def Decode(self, request, context):
         """Decode serves the second leg of a turn. The lease is published before the summary is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request_iterator, context):
+        """Attach carries many calls of Decode on one stream. A stream that breaks ends all of its calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +144,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachResponse.SerializeToString,
             ),
             'BeginRead': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginRead,
@@ -192,6 +209,33 @@ class DecodeService:
             '/kvloop.v1alpha1.DecodeService/Decode',
             kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvloop.v1alpha1.DecodeService/Attach',
+            kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_decode__service__pb2.DecodeServiceAttachResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class DecodeServiceStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Decode: _grpc.UnaryStreamMultiCallable[_decode_service_pb2.DecodeRequest, _decode_service_pb2.DecodeResponse]
     """Decode serves the second leg of a turn. The lease is published before the summary is sent."""
+    Attach: _grpc.StreamStreamMultiCallable[_decode_service_pb2.DecodeServiceAttachRequest, _decode_service_pb2.DecodeServiceAttachResponse]
+    """Attach carries many calls of Decode on one stream. A stream that breaks ends all of its calls."""
     BeginRead: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.BeginReadRequest, _decode_service_pb2.BeginReadResponse]
     """BeginRead pins a lease and hands out its handle, cut to the tokens proven to be shared."""
     EndRead: _grpc.UnaryUnaryMultiCallable[_decode_service_pb2.EndReadRequest, _decode_service_pb2.EndReadResponse]
@@ -55,6 +57,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.UnaryStreamMultiCallable[_decode_service_pb2.DecodeRequest, _decode_service_pb2.DecodeResponse]  # type: ignore[assignment]
     """Decode serves the second leg of a turn. The lease is published before the summary is sent."""
+    Attach: _aio.StreamStreamMultiCallable[_decode_service_pb2.DecodeServiceAttachRequest, _decode_service_pb2.DecodeServiceAttachResponse]  # type: ignore[assignment]
+    """Attach carries many calls of Decode on one stream. A stream that breaks ends all of its calls."""
     BeginRead: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.BeginReadRequest, _decode_service_pb2.BeginReadResponse]  # type: ignore[assignment]
     """BeginRead pins a lease and hands out its handle, cut to the tokens proven to be shared."""
     EndRead: _aio.UnaryUnaryMultiCallable[_decode_service_pb2.EndReadRequest, _decode_service_pb2.EndReadResponse]  # type: ignore[assignment]
@@ -78,6 +82,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_service_pb2.DecodeResponse], _abc.AsyncIterator[_decode_service_pb2.DecodeResponse]]:
         """Decode serves the second leg of a turn. The lease is published before the summary is sent."""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _MaybeAsyncIterator[_decode_service_pb2.DecodeServiceAttachRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_service_pb2.DecodeServiceAttachResponse], _abc.AsyncIterator[_decode_service_pb2.DecodeServiceAttachResponse]]:
+        """Attach carries many calls of Decode on one stream. A stream that breaks ends all of its calls."""
 
     @_abc_1.abstractmethod
     def BeginRead(

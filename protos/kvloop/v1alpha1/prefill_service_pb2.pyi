@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvloop.v1alpha1 import attach_pb2 as _attach_pb2
 from kvloop.v1alpha1 import lease_pb2 as _lease_pb2
 from kvloop.v1alpha1 import sampling_pb2 as _sampling_pb2
 from kvloop.v1alpha1 import turn_pb2 as _turn_pb2
@@ -127,6 +128,54 @@ class PrefillResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class PrefillServiceAttachRequest(_message.Message):
+    """PrefillServiceAttachRequest holds what was ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[_attach_pb2.CallFrame]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[_attach_pb2.CallFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceAttachRequest: _TypeAlias = PrefillServiceAttachRequest  # noqa: Y015
+
+@_typing.final
+class PrefillServiceAttachResponse(_message.Message):
+    """PrefillServiceAttachResponse holds what was ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[_attach_pb2.AnswerFrame]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[_attach_pb2.AnswerFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillServiceAttachResponse: _TypeAlias = PrefillServiceAttachResponse  # noqa: Y015
 
 @_typing.final
 class ReleasePrefillRequest(_message.Message):

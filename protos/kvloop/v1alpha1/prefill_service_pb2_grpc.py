@@ -40,6 +40,11 @@ class PrefillServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.stream_stream(
+                '/kvloop.v1alpha1.PrefillService/Attach',
+                request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachResponse.FromString,
+                _registered_method=True)
         self.ReleasePrefill = channel.unary_unary(
                 '/kvloop.v1alpha1.PrefillService/ReleasePrefill',
                 request_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.ReleasePrefillRequest.SerializeToString,
@@ -63,6 +68,13 @@ class PrefillServiceServicer:
 
     def Prefill(self, request, context):
         """Prefill makes the prompt's KV ready to be read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request_iterator, context):
+        """Attach carries many calls of Prefill on one stream. A stream that breaks ends all of its calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +108,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillResponse.SerializeToString,
+            ),
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachResponse.SerializeToString,
             ),
             'ReleasePrefill': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleasePrefill,
@@ -141,6 +158,33 @@ class PrefillService:
             '/kvloop.v1alpha1.PrefillService/Prefill',
             kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvloop.v1alpha1.PrefillService/Attach',
+            kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_prefill__service__pb2.PrefillServiceAttachResponse.FromString,
             options,
             channel_credentials,
             insecure,

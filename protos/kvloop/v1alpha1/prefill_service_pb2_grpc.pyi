@@ -35,6 +35,8 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillRequest, _prefill_service_pb2.PrefillResponse]
     """Prefill makes the prompt's KV ready to be read."""
+    Attach: _grpc.StreamStreamMultiCallable[_prefill_service_pb2.PrefillServiceAttachRequest, _prefill_service_pb2.PrefillServiceAttachResponse]
+    """Attach carries many calls of Prefill on one stream. A stream that breaks ends all of its calls."""
     ReleasePrefill: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.ReleasePrefillRequest, _prefill_service_pb2.ReleasePrefillResponse]
     """ReleasePrefill lets go of KV that no decode worker will read."""
     ReloadWeights: _grpc.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceReloadWeightsRequest, _prefill_service_pb2.PrefillServiceReloadWeightsResponse]
@@ -49,6 +51,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillRequest, _prefill_service_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill makes the prompt's KV ready to be read."""
+    Attach: _aio.StreamStreamMultiCallable[_prefill_service_pb2.PrefillServiceAttachRequest, _prefill_service_pb2.PrefillServiceAttachResponse]  # type: ignore[assignment]
+    """Attach carries many calls of Prefill on one stream. A stream that breaks ends all of its calls."""
     ReleasePrefill: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.ReleasePrefillRequest, _prefill_service_pb2.ReleasePrefillResponse]  # type: ignore[assignment]
     """ReleasePrefill lets go of KV that no decode worker will read."""
     ReloadWeights: _aio.UnaryUnaryMultiCallable[_prefill_service_pb2.PrefillServiceReloadWeightsRequest, _prefill_service_pb2.PrefillServiceReloadWeightsResponse]  # type: ignore[assignment]
@@ -66,6 +70,14 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_service_pb2.PrefillResponse, _abc.Awaitable[_prefill_service_pb2.PrefillResponse]]:
         """Prefill makes the prompt's KV ready to be read."""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _MaybeAsyncIterator[_prefill_service_pb2.PrefillServiceAttachRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_prefill_service_pb2.PrefillServiceAttachResponse], _abc.AsyncIterator[_prefill_service_pb2.PrefillServiceAttachResponse]]:
+        """Attach carries many calls of Prefill on one stream. A stream that breaks ends all of its calls."""
 
     @_abc_1.abstractmethod
     def ReleasePrefill(

@@ -5,6 +5,7 @@ The door for agents that have their own tokenizer."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -65,7 +66,9 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Unique per turn; minted when empty. At most 128 printable ASCII characters."""
     conversation_id: _builtins.str
-    """Names the conversation within the tenant; empty: no reuse. At most 256 characters."""
+    """Names the conversation within the tenant. Empty: only what the prompt's beginning leads to is reused, and
+    nothing is held unless retention asks for it. At most 256 characters.
+    """
     parent_conversation_id: _builtins.str
     """Where to look when the conversation holds nothing yet: the one it was forked from."""
     model: _builtins.str
@@ -144,6 +147,169 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class SessionRequest(_message.Message):
+    """SessionRequest is one message of the client's in a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def open(self) -> Global___SessionOpen:
+        """Begins the session."""
+
+    @_builtins.property
+    def close(self) -> Global___SessionClose:
+        """Ends it, and lets go of what is held."""
+
+    def __init__(
+        self,
+        *,
+        open: Global___SessionOpen | None = ...,
+        close: Global___SessionClose | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "open", b"open", "request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "open", b"open", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "close"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionOpen(_message.Message):
+    """SessionOpen names the conversation that the session is of. Several sessions may be open of one; the first Close
+    lets go.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    conversation_id: _builtins.str
+    """The conversation. At most 256 characters."""
+    model: _builtins.str
+    """As in GenerateRequest."""
+    adapter: _builtins.str
+    """As in GenerateRequest."""
+    cache_salt: _builtins.str
+    """As in GenerateRequest."""
+    def __init__(
+        self,
+        *,
+        conversation_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "conversation_id", b"conversation_id", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionOpen: _TypeAlias = SessionOpen  # noqa: Y015
+
+@_typing.final
+class SessionClose(_message.Message):
+    """SessionClose ends a session cleanly."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionClose: _TypeAlias = SessionClose  # noqa: Y015
+
+@_typing.final
+class SessionResponse(_message.Message):
+    """SessionResponse is one message of the router's in a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENED_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def opened(self) -> Global___SessionOpened:
+        """The session is open."""
+
+    @_builtins.property
+    def closed(self) -> Global___SessionClosed:
+        """The session is closed."""
+
+    def __init__(
+        self,
+        *,
+        opened: Global___SessionOpened | None = ...,
+        closed: Global___SessionClosed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "event", b"event", "opened", b"opened"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "event", b"event", "opened", b"opened"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "closed"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionOpened(_message.Message):
+    """SessionOpened says that the conversation counts as alive from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIVE_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def alive_time(self) -> _duration_pb2.Duration:
+        """For how long it counts as alive after the stream broke: time to open a session elsewhere."""
+
+    def __init__(
+        self,
+        *,
+        alive_time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive_time", b"alive_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive_time", b"alive_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionOpened: _TypeAlias = SessionOpened  # noqa: Y015
+
+@_typing.final
+class SessionClosed(_message.Message):
+    """SessionClosed says what was let go of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    released: _builtins.bool
+    """False when nothing was held."""
+    def __init__(
+        self,
+        *,
+        released: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionClosed: _TypeAlias = SessionClosed  # noqa: Y015
 
 @_typing.final
 class EndConversationRequest(_message.Message):
@@ -328,6 +494,8 @@ class ExplainTurnResponse(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    FOUND_BY_PREFIX_FIELD_NUMBER: _builtins.int
+    MIGRATIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The turn."""
     outcome: _builtins.str
@@ -364,6 +532,10 @@ class ExplainTurnResponse(_message.Message):
     """Prefill worker of the last attempt; empty for DIRECT."""
     decode_worker: _builtins.str
     """Decode worker of the last attempt."""
+    found_by_prefix: _builtins.bool
+    """Whether the lease was found by the prompt's beginning rather than by a conversation's name."""
+    migrations: _builtins.int
+    """How often the answer was taken up by another decode worker after it had begun."""
     @_builtins.property
     def reuse(self) -> _turn_pb2.Reuse:
         """What came of it."""
@@ -400,10 +572,12 @@ class ExplainTurnResponse(_message.Message):
         attempts: _builtins.int = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        found_by_prefix: _builtins.bool = ...,
+        migrations: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "reuse", b"reuse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "below_tokens", b"below_tokens", "by_cost", b"by_cost", "costs", b"costs", "decided_reason", b"decided_reason", "decided_verdict", b"decided_verdict", "decode_worker", b"decode_worker", "direct_budget_tokens", b"direct_budget_tokens", "direct_max_suffix", b"direct_max_suffix", "direct_refused", b"direct_refused", "direct_tokens_in_flight", b"direct_tokens_in_flight", "lease_held", b"lease_held", "lease_tokens", b"lease_tokens", "matched_tokens", b"matched_tokens", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "threshold_tokens", b"threshold_tokens", "timings_ms", b"timings_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "below_tokens", b"below_tokens", "by_cost", b"by_cost", "costs", b"costs", "decided_reason", b"decided_reason", "decided_verdict", b"decided_verdict", "decode_worker", b"decode_worker", "direct_budget_tokens", b"direct_budget_tokens", "direct_max_suffix", b"direct_max_suffix", "direct_refused", b"direct_refused", "direct_tokens_in_flight", b"direct_tokens_in_flight", "found_by_prefix", b"found_by_prefix", "lease_held", b"lease_held", "lease_tokens", b"lease_tokens", "matched_tokens", b"matched_tokens", "migrations", b"migrations", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "threshold_tokens", b"threshold_tokens", "timings_ms", b"timings_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,11 @@ class RouterServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/kvloop.v1alpha1.RouterService/Session',
+                request_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.SessionRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.SessionResponse.FromString,
+                _registered_method=True)
         self.EndConversation = channel.unary_unary(
                 '/kvloop.v1alpha1.RouterService/EndConversation',
                 request_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.EndConversationRequest.SerializeToString,
@@ -65,6 +70,20 @@ class RouterServiceServicer:
 
     def Generate(self, request, context):
         """Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Session(self, request_iterator, context):
+        """Session holds what is kept of a conversation while its agent is there: as long as the stream is open, leases
+        outlive their own TTL, up to the decode worker's max_ttl_s after their turn, and unless room is needed.
+        It carries liveness only. Turns go through Generate, on any router, with a deadline, cancellation and retries
+        of their own; so a stream that breaks costs no turn, and is opened again at any router.
+
+        The client sends Open, and Close at the end. Close lets go at once, as EndConversation does. A stream that
+        ends in any other way (a crash, a lost connection, a router that goes away, a half-close without Close) lets
+        go of nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +117,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.SessionRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.SessionResponse.SerializeToString,
             ),
             'EndConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.EndConversation,
@@ -144,6 +168,33 @@ class RouterService:
             '/kvloop.v1alpha1.RouterService/Generate',
             kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvloop.v1alpha1.RouterService/Session',
+            kvloop_dot_v1alpha1_dot_router__service__pb2.SessionRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_router__service__pb2.SessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

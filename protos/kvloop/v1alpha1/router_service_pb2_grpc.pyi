@@ -37,6 +37,16 @@ class RouterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_router_service_pb2.GenerateRequest, _router_service_pb2.GenerateResponse]
     """Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+    Session: _grpc.StreamStreamMultiCallable[_router_service_pb2.SessionRequest, _router_service_pb2.SessionResponse]
+    """Session holds what is kept of a conversation while its agent is there: as long as the stream is open, leases
+    outlive their own TTL, up to the decode worker's max_ttl_s after their turn, and unless room is needed.
+    It carries liveness only. Turns go through Generate, on any router, with a deadline, cancellation and retries
+    of their own; so a stream that breaks costs no turn, and is opened again at any router.
+
+    The client sends Open, and Close at the end. Close lets go at once, as EndConversation does. A stream that
+    ends in any other way (a crash, a lost connection, a router that goes away, a half-close without Close) lets
+    go of nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+    """
     EndConversation: _grpc.UnaryUnaryMultiCallable[_router_service_pb2.EndConversationRequest, _router_service_pb2.EndConversationResponse]
     """EndConversation lets go of what is held for a conversation."""
     GetConversation: _grpc.UnaryUnaryMultiCallable[_router_service_pb2.GetConversationRequest, _router_service_pb2.GetConversationResponse]
@@ -53,6 +63,16 @@ class RouterServiceAsyncStub(RouterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_router_service_pb2.GenerateRequest, _router_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+    Session: _aio.StreamStreamMultiCallable[_router_service_pb2.SessionRequest, _router_service_pb2.SessionResponse]  # type: ignore[assignment]
+    """Session holds what is kept of a conversation while its agent is there: as long as the stream is open, leases
+    outlive their own TTL, up to the decode worker's max_ttl_s after their turn, and unless room is needed.
+    It carries liveness only. Turns go through Generate, on any router, with a deadline, cancellation and retries
+    of their own; so a stream that breaks costs no turn, and is opened again at any router.
+
+    The client sends Open, and Close at the end. Close lets go at once, as EndConversation does. A stream that
+    ends in any other way (a crash, a lost connection, a router that goes away, a half-close without Close) lets
+    go of nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+    """
     EndConversation: _aio.UnaryUnaryMultiCallable[_router_service_pb2.EndConversationRequest, _router_service_pb2.EndConversationResponse]  # type: ignore[assignment]
     """EndConversation lets go of what is held for a conversation."""
     GetConversation: _aio.UnaryUnaryMultiCallable[_router_service_pb2.GetConversationRequest, _router_service_pb2.GetConversationResponse]  # type: ignore[assignment]
@@ -72,6 +92,22 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_service_pb2.GenerateResponse], _abc.AsyncIterator[_router_service_pb2.GenerateResponse]]:
         """Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+
+    @_abc_1.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[_router_service_pb2.SessionRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_router_service_pb2.SessionResponse], _abc.AsyncIterator[_router_service_pb2.SessionResponse]]:
+        """Session holds what is kept of a conversation while its agent is there: as long as the stream is open, leases
+        outlive their own TTL, up to the decode worker's max_ttl_s after their turn, and unless room is needed.
+        It carries liveness only. Turns go through Generate, on any router, with a deadline, cancellation and retries
+        of their own; so a stream that breaks costs no turn, and is opened again at any router.
+
+        The client sends Open, and Close at the end. Close lets go at once, as EndConversation does. A stream that
+        ends in any other way (a crash, a lost connection, a router that goes away, a half-close without Close) lets
+        go of nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+        """
 
     @_abc_1.abstractmethod
     def EndConversation(

@@ -60,7 +60,7 @@ class _ReuseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReuseReas
     REUSE_REASON_PROVEN: _ReuseReason.ValueType  # 1
     """Proven to be the KV of the same tokens, and read."""
     REUSE_REASON_NO_CONVERSATION: _ReuseReason.ValueType  # 2
-    """The request names no conversation."""
+    """The request names no conversation, and its beginning leads to none."""
     REUSE_REASON_NOT_FOUND: _ReuseReason.ValueType  # 3
     """The directory or the decode worker knows no such lease."""
     REUSE_REASON_EXPIRED: _ReuseReason.ValueType  # 4
@@ -96,7 +96,7 @@ REUSE_REASON_UNSPECIFIED: ReuseReason.ValueType  # 0
 REUSE_REASON_PROVEN: ReuseReason.ValueType  # 1
 """Proven to be the KV of the same tokens, and read."""
 REUSE_REASON_NO_CONVERSATION: ReuseReason.ValueType  # 2
-"""The request names no conversation."""
+"""The request names no conversation, and its beginning leads to none."""
 REUSE_REASON_NOT_FOUND: ReuseReason.ValueType  # 3
 """The directory or the decode worker knows no such lease."""
 REUSE_REASON_EXPIRED: ReuseReason.ValueType  # 4
@@ -438,10 +438,16 @@ class Chunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """New token ids, packed as little-endian uint32."""
     text: _builtins.str
     """New text."""
+    finish_reason: Global___FinishReason.ValueType
+    """What ended the answer; on its last chunk alone, ahead of the summary."""
+    stop_reason: _builtins.str
+    """As in Summary; along with finish_reason."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
         """One entry per new token, when asked for."""
@@ -452,12 +458,16 @@ class Chunk(_message.Message):
         token_ids: _builtins.bytes = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        stop_reason: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "stop_reason", b"stop_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__stop_reason: _TypeAlias = _typing.Literal["stop_reason"]  # noqa: Y015
+    _WhichOneofArgType__stop_reason: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_reason) -> _WhichOneofReturnType__stop_reason | None: ...
 
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
@@ -514,6 +524,8 @@ class Summary(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
+    MIGRATED_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     """What ended the answer."""
     stop_reason: _builtins.str
@@ -530,6 +542,12 @@ class Summary(_message.Message):
     """Prefill worker that served the turn; empty for DIRECT."""
     decode_worker: _builtins.str
     """Decode worker that served the turn."""
+    router: _builtins.str
+    """Router that served the turn; the one to ask to explain it."""
+    migrated: _builtins.bool
+    """Whether a decode worker was lost after the answer had begun and another one took the answer up. What a
+    greedy or seeded answer goes on with is what it would have been; any other goes on with a fresh sample.
+    """
     @_builtins.property
     def reuse(self) -> Global___Reuse:
         """Where the prompt's KV came from."""
@@ -556,10 +574,12 @@ class Summary(_message.Message):
         request_id: _builtins.str = ...,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
+        router: _builtins.str = ...,
+        migrated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "lease", b"lease", "reuse", b"reuse", "stop_reason", b"stop_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "lease", b"lease", "output_tokens", b"output_tokens", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "stop_reason", b"stop_reason", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason", "decode_worker", b"decode_worker", "finish_reason", b"finish_reason", "lease", b"lease", "migrated", b"migrated", "output_tokens", b"output_tokens", "prefill_worker", b"prefill_worker", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reuse", b"reuse", "router", b"router", "stop_reason", b"stop_reason", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_reason: _TypeAlias = _typing.Literal["stop_reason"]  # noqa: Y015
     _WhichOneofArgType__stop_reason: _TypeAlias = _typing.Literal["_stop_reason", b"_stop_reason"]  # noqa: Y015
@@ -577,7 +597,9 @@ class Retention(_message.Message):
     HOLD_ON_CANCEL_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     hold: _builtins.bool
-    """Whether KV is held after a turn that ends by itself. Default true."""
+    """Whether KV is held after a turn that ends by itself. Default true; of a turn that names no conversation,
+    as the router is configured.
+    """
     hold_on_cancel: _builtins.bool
     """Whether KV is held after a turn that the client cancels. Default false."""
     @_builtins.property

@@ -13,6 +13,7 @@ from scipy import stats
 
 LEVEL = 0.95
 _RESAMPLES = 4_999
+_BATCHES = 10
 _SEED = 20_260_101
 
 
@@ -49,6 +50,20 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
         return Estimate(value, None, None, count)
     found = stats.bootstrap((first, second), _ratio_of_medians, vectorized=True, paired=False, **_options())
     return Estimate(value, *_bounds(found), count)
+
+
+def slope(at: Sequence[float], values: Sequence[float]) -> Estimate:
+    """Return the least-squares slope of values measured one after the other; at least as many as batches.
+
+    Neighbours depend on each other (memory grows in steps), so single values would make the interval far too
+    narrow: it rests on the means of ten batches.
+    """
+    batches = np.array_split(np.asarray(at, dtype=float), _BATCHES)
+    means = [part.mean() for part in np.array_split(np.asarray(values, dtype=float), _BATCHES)]
+    found = stats.linregress([part.mean() for part in batches], means)
+    reach = float(stats.t.ppf(0.5 + LEVEL / 2, _BATCHES - 2) * found.stderr)
+    gradient = float(found.slope)
+    return Estimate(gradient, gradient - reach, gradient + reach, len(values))
 
 
 def _ratio_of_medians(first: Any, second: Any, axis: int = -1) -> Any:

@@ -11,16 +11,17 @@ from typing import Protocol
 
 import grpc
 
-from kvloop.runtime import tokens
-from kvloop.runtime.channels import open_channel
-from kvloop.runtime.errors import Reason, from_rpc_error
-from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc, sampling_pb2, turn_pb2
-
-_CALL_TIMEOUT_S = 10.0
+from kvloop.client import ONCE, CallFailed, Client, Retention, SamplingParams, Summary
+from kvloop.v1alpha1 import turn_pb2
 
 
 class TargetFailed(Exception):
     """A request failed; the text says how."""
+
+    def __init__(self, text: str, *, may_move: bool = False) -> None:
+        """Take the text, and whether another replica may be asked: UNAVAILABLE, and nothing was answered."""
+        super().__init__(text)
+        self.may_move = may_move
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,10 @@ class Outcome:
     """D to P."""
     handoff: Read = Read()
     """P to D."""
+    router: str = ""
+    """Name of the router that served it."""
+    held_tokens: int = 0
+    """What the turn left held for the next one; 0 without a lease."""
 
     @property
     def tpot_ms(self) -> float:
@@ -93,39 +98,44 @@ class Target(Protocol):
 
 
 class RouterTarget:
-    """A router's RouterService."""
+    """A router's RouterService. Nothing is tried again: a failure is a result."""
 
     def __init__(self, endpoint: str, *, token: str | None = None, model: str = "", timeout_s: float = 600.0):
         self._endpoint = endpoint
         self._model = model
-        self._timeout_s = timeout_s
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = open_channel(endpoint)
-        self._stub = router_service_pb2_grpc.RouterServiceStub(self._channel)
+        self._client = Client(endpoint, token=token, retry=ONCE, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        await self._client.close()
 
     async def send(self, request: Request) -> Outcome:
         """Send one turn and wait for its end. Raises TargetFailed."""
-        message = self._message(request)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=request.max_tokens, ignore_eos=request.exact, stop=request.stop
+        )
         ids: list[int] = []
         ttft_s = 0.0
-        summary: turn_pb2.Summary | None = None
+        summary: Summary | None = None
         begun = time.perf_counter()
-        call = self._stub.Generate(message, timeout=self._timeout_s, metadata=self._metadata)
+        events = self._client.turn(
+            request.prompt,
+            conversation_id=request.conversation_id,
+            parent_conversation_id=request.parent_conversation_id,
+            model=self._model,
+            sampling=sampling,
+            retention=Retention(hold=request.reuse),
+            cache_salt=request.cache_salt,
+            reuse=request.reuse,
+        )
         try:
-            async for response in call:
-                if response.HasField("chunk"):
+            async for event in events:
+                if event.token_ids:
                     ttft_s = ttft_s or time.perf_counter() - begun
-                    ids.extend(tokens.unpack(response.chunk.token_ids))
-                elif response.HasField("summary"):
-                    summary = response.summary
-        except grpc.aio.AioRpcError as error:
-            raise self._failed(error) from None
-        finally:
-            call.cancel()
+                    ids.extend(event.token_ids)
+                summary = event.summary or summary
+        except CallFailed as failure:
+            raise _failed(failure, begun=bool(ids)) from None
         latency_s = time.perf_counter() - begun
         if summary is None or not ids:
             raise TargetFailed(f"{self._endpoint} ended a turn without an answer")
@@ -133,38 +143,20 @@ class RouterTarget:
 
     async def end(self, conversation_id: str, cache_salt: str = "") -> None:
         """Let go of what is held for a conversation. Raises TargetFailed."""
-        request = router_service_pb2.EndConversationRequest(
-            conversation_id=conversation_id, cache_salt=cache_salt, model=self._model
-        )
         try:
-            await self._stub.EndConversation(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._failed(error) from None
-
-    def _message(self, request: Request) -> router_service_pb2.GenerateRequest:
-        sampling = sampling_pb2.SamplingParams(
-            temperature=0.0, max_tokens=request.max_tokens, ignore_eos=request.exact, stop=request.stop
-        )
-        policy = router_service_pb2.ReusePolicy
-        return router_service_pb2.GenerateRequest(
-            conversation_id=request.conversation_id,
-            parent_conversation_id=request.parent_conversation_id,
-            model=self._model,
-            prompt_token_ids=tokens.pack(request.prompt),
-            sampling=sampling,
-            retention=turn_pb2.Retention(hold=request.reuse),
-            cache_salt=request.cache_salt,
-            reuse_policy=policy.REUSE_POLICY_ALLOW if request.reuse else policy.REUSE_POLICY_FORBID,
-        )
-
-    def _failed(self, error: grpc.aio.AioRpcError) -> TargetFailed:
-        failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
-        if failure.reason == Reason.ERROR_REASON_UNSPECIFIED:
-            return TargetFailed(f"{self._endpoint} answered {error.code().name}")
-        return TargetFailed(f"{self._endpoint} answered {failure.reason_name}: {failure.message}")
+            await self._client.end(conversation_id, cache_salt=cache_salt, model=self._model)
+        except CallFailed as failure:
+            raise _failed(failure) from None
 
 
-def _outcome(summary: turn_pb2.Summary, ids: list[int], ttft_s: float, latency_s: float) -> Outcome:
+def _failed(failure: CallFailed, *, begun: bool = False) -> TargetFailed:
+    said = f"{failure.reason}: {failure.message}" if failure.reason else failure.code.name
+    when = ", in mid-answer" if begun else ""
+    may_move = failure.code is grpc.StatusCode.UNAVAILABLE and not begun
+    return TargetFailed(f"{failure.target} answered {said}{when}", may_move=may_move)
+
+
+def _outcome(summary: Summary, ids: list[int], ttft_s: float, latency_s: float) -> Outcome:
     reuse = summary.reuse
     return Outcome(
         token_ids=ids,
@@ -184,6 +176,8 @@ def _outcome(summary: turn_pb2.Summary, ids: list[int], ttft_s: float, latency_s
         prefill_ms=reuse.prefill_ms,
         readback=_read(reuse.readback),
         handoff=_read(reuse.handoff),
+        router=summary.router,
+        held_tokens=summary.lease.num_tokens if summary.HasField("lease") else 0,
     )
 
 

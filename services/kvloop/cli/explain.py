@@ -6,10 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloop.cli.errors import CommandFailed, sentences
+from kvloop.cli.errors import sentences
 from kvloop.cli.places import ROUTER
-
-_TIMEOUT_S = 10.0
 
 
 @sentences
@@ -40,20 +38,12 @@ def explain(
 
 
 async def _ask(router: str, token: str | None, request_id: str) -> dict[str, Any]:
-    import grpc
+    from kvloop.cli.client import dial, spoken
+    from kvloop.client import ONCE
 
-    from kvloop.cli.client import sentence_of
-    from kvloop.runtime.channels import open_channel
-    from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc
-
-    metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    async with open_channel(router) as channel:
-        stub = router_service_pb2_grpc.RouterServiceStub(channel)
-        request = router_service_pb2.ExplainTurnRequest(request_id=request_id)
-        try:
-            told = await stub.ExplainTurn(request, timeout=_TIMEOUT_S, metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            raise CommandFailed(sentence_of(error, router)) from None
+    async with dial(router, token, ONCE) as client:
+        with spoken():
+            told = await client.explain(request_id)
     return plain(told)
 
 
@@ -72,7 +62,7 @@ def rows(told: dict[str, Any]) -> list[tuple[str, str]]:
     reuse, costs = told.get("reuse", {}), told.get("costs")
     tokens = reuse.get("tokens", {})
     found = [
-        ("outcome", f"{told['outcome']}, attempts {told['attempts']}"),
+        ("outcome", f"{told['outcome']}, attempts {told['attempts']}{_migrated(told)}"),
         ("decided", _why(told["decided_verdict"], told["decided_reason"])),
         ("came of it", _why(reuse.get("verdict", ""), reuse.get("reason", ""))),
         ("tokens", ", ".join(f"{name} {number}" for name, number in tokens.items()) or "-"),
@@ -112,6 +102,11 @@ def rows(told: dict[str, Any]) -> list[tuple[str, str]]:
     found.append(("spent ms", ", ".join(f"{name} {ms:.1f}" for name, ms in spent)))
     found.append(("workers", f"{told['prefill_worker'] or '-'}, {told['decode_worker'] or '-'}"))
     return found
+
+
+def _migrated(told: dict[str, Any]) -> str:
+    times = told.get("migrations", 0)
+    return f", taken up by another decode worker {times} times" if times else ""
 
 
 def _why(verdict: str, reason: str) -> str:

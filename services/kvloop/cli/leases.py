@@ -53,11 +53,11 @@ async def _collect(endpoints: list[str]) -> tuple[list[dict[str, Any]], list[str
 
 
 async def _of(endpoint: str) -> list[dict[str, Any]]:
-    from kvloop.runtime.channels import open_channel
+    from kvloop.runtime.security import from_environment
     from kvloop.v1alpha1 import decode_service_pb2, decode_service_pb2_grpc, turn_pb2
 
     rows: list[dict[str, Any]] = []
-    async with open_channel(endpoint) as channel:
+    async with from_environment().channel(endpoint) as channel:
         stub = decode_service_pb2_grpc.DecodeServiceStub(channel)
         request = decode_service_pb2.ListLeasesRequest()
         while True:

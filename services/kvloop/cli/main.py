@@ -25,6 +25,7 @@ _COMMANDS = {
     "explain": _Lazy("kvloop.cli.explain:explain", "function", "Show the numbers behind a recent turn."),
     "demo": _Lazy("kvloop.cli.demo.command:demo", "function", "One conversation with and without reuse."),
     "bench": _Lazy("kvloop.cli.bench.command:app", "app", "Measure: sweeps, load, comparisons."),
+    "certs": _Lazy("kvloop.cli.certs:certs", "function", "Make certificates for development."),
     "model": _Lazy("kvloop.cli.model:app", "app", "Get models."),
 }
 

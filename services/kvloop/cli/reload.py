@@ -89,8 +89,8 @@ async def _decode(endpoint: str, version: str, timeout_s: float) -> str:
 
 
 async def _call(endpoint: str, stub: Any, request: Any, timeout_s: float) -> str:
-    from kvloop.runtime.channels import open_channel
+    from kvloop.runtime.security import from_environment
 
-    async with open_channel(endpoint) as channel:
+    async with from_environment().channel(endpoint) as channel:
         answer = await stub(channel).ReloadWeights(request, timeout=timeout_s)
         return str(answer.epoch)

@@ -5,6 +5,7 @@ import contextlib
 
 from kvloop.decode.direct import Direct, DirectPolicy
 from kvloop.decode.keeper import Keeper, Policy
+from kvloop.decode.prolonging import LivePolicy, Prolonger
 from kvloop.decode.publishing import Publisher
 from kvloop.decode.reading import Reading, ReadPolicy
 from kvloop.decode.servicer import SERVICE_NAME, DecodeServicer, Parts
@@ -68,6 +69,7 @@ class DecodeApp:
         await self._life.start_engine()
         self._parts = parts = self._wire()
         self._life.spawn(parts.keeper.watch())
+        self._life.spawn(parts.prolonger.run())
         self._life.metrics.probe(self._probe)
         self._servicer.open(parts)
         await self._life.open(load=lambda: float(len(parts.turns)))
@@ -113,6 +115,7 @@ class DecodeApp:
             lambda: engine.facts,
             clock,
             settings.directory_margin_s,
+            hints=settings.prefix_hints,
         )
         policy = Policy(
             ttl_s=settings.decoder_kv_blocks_ttl,
@@ -121,6 +124,8 @@ class DecodeApp:
             soft_hints=settings.soft_hints,
         )
         keeper = Keeper(engine, publisher, clock, policy)
+        prolonger = Prolonger(engine, keeper, publisher, clock, LivePolicy(max_ttl_s=settings.max_ttl_s))
+        keeper.on_lease = prolonger.add
         direct = Direct(engine, keeper, clock, DirectPolicy(budget=settings.direct_budget_tokens))
         turns = Turns(
             engine, keeper, direct, clock, worker_id=self._life.worker_id, metrics=self._life.metrics
@@ -134,6 +139,7 @@ class DecodeApp:
         return Parts(
             engine=engine,
             keeper=keeper,
+            prolonger=prolonger,
             reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s), off),
             turns=turns,
             reloading=Reloading(engine, let_go),

@@ -13,6 +13,7 @@ retried in the background for a bounded time, then let go.
 """
 
 import asyncio
+import contextlib
 import random
 import weakref
 from collections import Counter
@@ -63,6 +64,8 @@ class Keeper:
         self.table = LeaseTable()
         self.publications: Counter[str] = Counter()
         """By outcome: won, lost, deferred, given_up."""
+        self.on_lease: Callable[[Lease], None] = lambda _lease: None
+        """Told of every new lease."""
         self._engine = engine
         self._publisher = publisher
         self._clock = clock
@@ -97,6 +100,7 @@ class Keeper:
             publish_wall=self._clock.wall(),
         )
         self.table.add(lease)
+        self.on_lease(lease)
         try:
             return await self._publish(lease)
         except DirectoryUnavailable as error:
@@ -109,6 +113,11 @@ class Keeper:
             # Whatever happened, an unpublished hold must not outlive the turn unseen.
             await self._let_go(lease, Ended.UNPUBLISHED)
             raise
+
+    async def publish_again(self, lease: Lease) -> None:
+        """Publish a lease whose entry the directory has lost; a store that is away is left alone."""
+        with contextlib.suppress(DirectoryUnavailable, ValueError):
+            await self._publish(lease)
 
     async def keep_cancelled(
         self, scope: turn_pb2.TurnScope, tokens: Callable[[], bytes], lease_id: str

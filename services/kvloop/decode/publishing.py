@@ -5,14 +5,15 @@ being away is not this module's affair: DirectoryUnavailable passes through `pub
 fails is left to the key's own TTL, since a reader that follows a stale entry is answered NOT_FOUND.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvloop.decode.lease import Lease
 from kvloop.engine.port import EngineFacts
-from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory, Published
+from kvloop.metastore.hints import written_lengths
+from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory, Published, Renewal, Standing
 from kvloop.runtime import logs
 from kvloop.runtime.clock import Clock
-from kvloop.runtime.digests import COARSE_BYTES, coarse_lengths, prefix_digests
+from kvloop.runtime.digests import COARSE_BYTES, coarse_lengths, hint_group, prefix_digests
 from kvloop.v1alpha1 import lease_pb2
 
 ENTRY_VERSION = 1
@@ -30,13 +31,19 @@ class Publisher:
         facts: Callable[[], EngineFacts],
         clock: Clock,
         margin_s: float,
+        *,
+        hints: bool = True,
     ) -> None:
-        """Take the endpoint under which readers reach the holder, and its facts: the epoch may change."""
+        """Take the endpoint under which readers reach the holder, and its facts: the epoch may change.
+
+        hints: whether leases are to be found by their tokens' beginning, too.
+        """
         self.endpoint = endpoint
         self._directory = directory
         self._facts = facts
         self._clock = clock
         self._margin_s = margin_s
+        self._hints = hints
 
     def entry(self, lease: Lease) -> lease_pb2.DirectoryEntry:
         """Return the directory's entry of a lease."""
@@ -60,11 +67,27 @@ class Publisher:
         )
 
     async def publish(self, lease: Lease) -> Published:
-        """Write a lease's entry by compare-and-set. Raises DirectoryUnavailable."""
-        remaining = lease.remaining_s(self._clock.monotonic())
-        # A short lease keeps half of its time rather than none.
-        ttl = max(remaining - self._margin_s, remaining / 2)
-        return await self._directory.publish(lease.scope, self.entry(lease), ttl)
+        """Write a lease's entry by compare-and-set, then what hints at it. Raises DirectoryUnavailable."""
+        ttl_s = self.entry_ttl_s(lease.remaining_s(self._clock.monotonic()))
+        # Ahead of the entry: a lease that ends meanwhile has no tokens any more.
+        hints = prefix_digests(lease.digest_key, lease.tokens, self._hinted_lengths(lease))
+        published = await self._directory.publish(lease.scope, self.entry(lease), ttl_s)
+        if published.won and hints:
+            try:
+                await self._directory.publish_hints(hint_group(lease.digest_key), hints, lease.scope, ttl_s)
+            except DirectoryUnavailable as error:
+                # The conversation's own name still leads to it.
+                _log.info("hints_not_written", lease_id=lease.lease_id, outage=str(error))
+        return published
+
+    async def renew(self, leases: Sequence[tuple[Lease, float]]) -> list[Standing]:
+        """Prolong the entries of leases, to so many seconds from now, where a session is open."""
+        return await self._directory.renew(
+            [Renewal(lease.scope, lease.lease_id, self.entry_ttl_s(remaining)) for lease, remaining in leases]
+        )
+
+    def _hinted_lengths(self, lease: Lease) -> list[int]:
+        return written_lengths(lease.num_tokens) if self._hints else []
 
     async def soften(self, lease: Lease) -> None:
         """Mark a lease's entry as no longer held, if it is still the one that stands."""
@@ -83,3 +106,8 @@ class Publisher:
             await self._directory.remove(lease.scope, lease.lease_id)
         except DirectoryUnavailable as error:
             _log.info("entry_not_removed", lease_id=lease.lease_id, outage=str(error))
+
+    def entry_ttl_s(self, remaining_s: float) -> float:
+        """Return how long the entry of a lease with so much time left stands."""
+        # A short lease keeps half of its time rather than none.
+        return max(remaining_s - self._margin_s, remaining_s / 2)

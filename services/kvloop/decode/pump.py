@@ -24,6 +24,7 @@ class Pump:
         self._text: list[str] = []
         self._logprobs: list[turn_pb2.PositionLogprobs] = []
         self._news = asyncio.Event()
+        self._finish: Finish | None = None
         self._closed = False
         self._error: Exception | None = None
 
@@ -44,9 +45,9 @@ class Pump:
             if delta.text:
                 self._text.append(delta.text)
             self._logprobs.extend(delta.logprobs)
-            self._news.set()
             if delta.finish is not None:
-                finish = delta.finish
+                self._finish = finish = delta.finish
+            self._news.set()
         if finish is None:
             raise Failure(Reason.ERROR_REASON_WORKER_FAILED, "the engine ended the answer without a reason")
         return finish
@@ -85,6 +86,11 @@ class Pump:
         chunk = turn_pb2.Chunk(
             token_ids=pack(self._answer[self._sent :]), text="".join(self._text), logprobs=self._logprobs
         )
+        if self._finish is not None:
+            # Whoever has the last tokens knows that they are the last, also should the summary never come.
+            chunk.finish_reason = self._finish.reason
+            if self._finish.stop_reason is not None:
+                chunk.stop_reason = self._finish.stop_reason
         self._sent = len(self._answer)
         self._text.clear()
         self._logprobs.clear()

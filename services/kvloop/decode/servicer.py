@@ -2,10 +2,12 @@
 """DecodeService over gRPC: what arrives is checked and handed on; decisions are made elsewhere."""
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvloop.decode.keeper import Keeper
 from kvloop.decode.listing import list_leases
+from kvloop.decode.prolonging import Prolonger
 from kvloop.decode.reading import Reading
 from kvloop.decode.turns import Turns
 from kvloop.engine.port import Engine
@@ -14,6 +16,7 @@ from kvloop.engine.worker import worker_info
 from kvloop.runtime import checks, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure, Reason, invalid
+from kvloop.runtime.mux.carrier import Carrier
 from kvloop.runtime.servicing import Context, stream, time_left_s, unary
 from kvloop.v1alpha1 import decode_service_pb2, decode_service_pb2_grpc
 
@@ -27,6 +30,7 @@ class Parts:
 
     engine: Engine
     keeper: Keeper
+    prolonger: Prolonger
     reading: Reading
     turns: Turns
     reloading: Reloading
@@ -40,6 +44,9 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     def __init__(self) -> None:
         self._open: Parts | None = None
         self._draining = False
+        self._carrier = Carrier(
+            self.Decode, decode_service_pb2.DecodeRequest, decode_service_pb2.DecodeServiceAttachResponse
+        )
 
     def open(self, parts: Parts) -> None:
         """Begin to serve."""
@@ -48,6 +55,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     def drain(self) -> None:
         """Refuse new turns; leases are served on."""
         self._draining = True
+        self._carrier.drain()
 
     @property
     def _parts(self) -> Parts:
@@ -74,6 +82,17 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                 yield response
         finally:
             leg.leave()
+
+    @stream
+    async def Attach(
+        self,
+        request_iterator: AsyncIterator[decode_service_pb2.DecodeServiceAttachRequest],
+        context: Context,
+    ) -> AsyncIterator[decode_service_pb2.DecodeServiceAttachResponse]:
+        """Carry many calls of Decode."""
+        async with aclosing(self._carrier.serve(request_iterator, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     @unary
     async def BeginRead(

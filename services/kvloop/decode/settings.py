@@ -13,13 +13,15 @@ class DecodeSettings(WorkerSettings):
     listen: str = "127.0.0.1:50052"
     """host:port of the DecodeService; port 0 takes a free one."""
     max_ttl_s: float = Field(3600.0, gt=0)
-    """Longest time for which a turn may ask to be held."""
+    """Longest time for which a turn is held: as asked, or because its conversation's session is open."""
     pin_s: float = Field(30.0, gt=0)
     """Time of a read whose reader names none."""
     max_pin_s: float = Field(120.0, gt=0)
     """Longest time for which a reader may pin."""
     directory_margin_s: float = Field(5.0, ge=0)
     """How much earlier than its lease a directory entry ends."""
+    prefix_hints: bool = True
+    """Whether leases are found by their tokens' beginning too, for turns that name no conversation."""
     publish_bound_s: float = Field(30.0, ge=0)
     """For how long the publication of a lease is tried again."""
     direct_budget_tokens: int = Field(4096, ge=1)

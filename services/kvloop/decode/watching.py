@@ -11,6 +11,7 @@ def watch_leases(metrics: Metrics, parts: Parts) -> None:
     live = sum(lease.is_live() for lease in table.held())
     metrics.put("kvloop_leases", "live", value=live)
     metrics.put("kvloop_leases", "doomed", value=len(table) - live)
+    metrics.put("kvloop_leases_prolonged", value=parts.prolonger.prolonged)
     metrics.put("kvloop_lease_pins", value=table.pins)
     metrics.put_sums("kvloop_leases_ended", {str(why): n for why, n in table.endings.items()})
     metrics.put_sums("kvloop_lease_publications", parts.keeper.publications)

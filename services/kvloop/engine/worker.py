@@ -24,6 +24,7 @@ from kvloop.runtime.config import ObservedSettings
 from kvloop.runtime.errors import Failure
 from kvloop.runtime.exposition import Exposition
 from kvloop.runtime.metrics import Metrics
+from kvloop.runtime.security import GuardedSettings, Security
 from kvloop.runtime.server import GrpcServer
 from kvloop.v1alpha1 import turn_pb2, worker_pb2
 
@@ -38,7 +39,7 @@ _ROLES: dict[Role, "worker_pb2.WorkerRole.ValueType"] = {
 _log = logs.get("worker")
 
 
-class WorkerSettings(ObservedSettings, EngineSettings):  # type: ignore[misc]  # both bases' model_config are merged
+class WorkerSettings(ObservedSettings, GuardedSettings, EngineSettings):  # type: ignore[misc]  # both bases' model_config are merged
     """What every worker may be told. Times are in seconds."""
 
     listen: str = "127.0.0.1:0"
@@ -94,6 +95,7 @@ def worker_info(facts: EngineFacts, role: Role, worker_id: str) -> worker_pb2.Wo
         side_channel=facts.side_channel,
         transfer_backends=facts.transfer_backends,
         prefix_caching=facts.prefix_caching,
+        attach=True,
     )
     if role == "decode" and facts.hold_s:
         info.hold_time.FromNanoseconds(int(facts.hold_s * 1e9))
@@ -118,7 +120,8 @@ class WorkerLife:
         engine: Engine | None = None,
         store: Store | None = None,
     ) -> None:
-        self.server = GrpcServer([service_name])
+        self.security = Security.load(settings)
+        self.server = GrpcServer([service_name], self.security, for_peers=True)
         self.engine = engine if engine is not None else create_engine(settings, role)
         self.store = store if store is not None else _open_store(settings)
         self._own_store = store is None

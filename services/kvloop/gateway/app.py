@@ -8,6 +8,7 @@ from typing import Any
 from kvloop.gateway.settings import GatewaySettings
 from kvloop.runtime import endpoints, logs
 from kvloop.runtime.config import ConfigError
+from kvloop.runtime.security import Security
 from kvloop.runtime.server import ServerError
 
 _BACKLOG = 2048
@@ -48,13 +49,14 @@ class GatewayApp:
         from kvloop.gateway.routers import Routers
 
         settings = self._settings
+        security = Security.load(settings)
         listener = _listen(settings.listen)
         try:
             base = compat.load(settings)
         except (OSError, ValueError) as error:
             listener.close()
             raise ConfigError(f"model: {error}") from None
-        self._routers = Routers(settings.router_endpoints)
+        self._routers = Routers(settings.router_endpoints, security)
         await self._routers.start()
         metrics = Metrics()
         history = History(base.renderer, settings, metrics)
@@ -69,6 +71,8 @@ class GatewayApp:
             access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             lifespan="on",
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
         )
         self._server = uvicorn.Server(config)
         # Signals are the process's affair, not uvicorn's.

@@ -186,7 +186,9 @@ class RouterEngineClient:
         prompts) read what it holds and leave nothing behind.
         """
         own = here.identity
-        message.retention.hold = bool(own.conversation_id)
+        if own.conversation_id:
+            message.retention.hold = True
+        # Otherwise the router decides: a client without a conversation's name may come back all the same.
         message.retention.hold_on_cancel = bool(own.conversation_id) and self._settings.hold_on_cancel
         if not own.conversation_id:
             return

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
+from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc
 
 _HEALTH_TIMEOUT_S = 1.0
@@ -34,16 +34,17 @@ _RETRY_AFTER_S = 1.0
 class Routers:
     """Channels to the routers of one fleet."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], security: Security = PLAIN) -> None:
         """Take host:port of each; connects on first use."""
         self._endpoints = tuple(endpoints)
+        self._security = security
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[router_service_pb2_grpc.RouterServiceStub] = []
         self._next = 0
 
     async def start(self) -> None:
         """Make the channels, on the loop that will use them."""
-        self._channels = [open_channel(endpoint) for endpoint in self._endpoints]
+        self._channels = [self._security.channel(endpoint) for endpoint in self._endpoints]
         self._stubs = [router_service_pb2_grpc.RouterServiceStub(channel) for channel in self._channels]
 
     async def stop(self) -> None:

@@ -6,12 +6,12 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from kvloop.engine.settings import SMOLLM2, smollm2_dir
-from kvloop.runtime.config import Settings
+from kvloop.runtime.security import SecuredSettings
 
 MIB = 1024 * 1024
 
 
-class GatewaySettings(Settings):
+class GatewaySettings(SecuredSettings):
     """What the gateway serves, where its routers are, and its bounds."""
 
     listen: str = "127.0.0.1:8000"

@@ -35,7 +35,7 @@ class PrefillApp:
         self._servicer = PrefillServicer()
         clock = clock or SystemClock()
         self._decodes: frozenset[str] = frozenset()
-        self._peers = Peers(clock, settings.max_peers)
+        self._peers = Peers(clock, settings.max_peers, self._life.security)
         rule = EndpointRule(settings.decode_endpoints, lambda: self._decodes)
         times = ReaderTimes(settings.begin_read_timeout_s, settings.end_read_timeout_s, settings.pin_s)
         self._reader = Reader(self._peers, rule, clock, times)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvloop.runtime import endpoints
-from kvloop.runtime.channels import open_channel
 from kvloop.runtime.clock import Clock
+from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1.decode_service_pb2_grpc import DecodeServiceStub
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class _Peer:
 class Peers:
     """A bounded pool of channels, least recently used first to go, with a memory of failures."""
 
-    def __init__(self, clock: Clock, limit: int) -> None:
+    def __init__(self, clock: Clock, limit: int, security: Security = PLAIN) -> None:
+        self._security = security
         self._clock = clock
         self._limit = limit
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
@@ -77,7 +78,7 @@ class Peers:
         """Return the stub of an admitted endpoint."""
         peer = self._peers.get(endpoint)
         if peer is None:
-            channel = open_channel(endpoint)
+            channel = self._security.channel(endpoint)
             peer = self._peers[endpoint] = _Peer(channel, DecodeServiceStub(channel))
             while len(self._peers) > self._limit:
                 _, oldest = self._peers.popitem(last=False)

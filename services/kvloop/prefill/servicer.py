@@ -1,6 +1,8 @@
 # ruff: noqa: N802 - methods are named as the RPCs
 """PrefillService over gRPC: what arrives is checked and handed on; decisions are made elsewhere."""
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvloop.engine.port import Engine
@@ -9,7 +11,8 @@ from kvloop.engine.worker import worker_info
 from kvloop.prefill.leg import Legs
 from kvloop.runtime import checks
 from kvloop.runtime.errors import Failure, Reason
-from kvloop.runtime.servicing import Context, time_left_s, unary
+from kvloop.runtime.mux.carrier import Carrier
+from kvloop.runtime.servicing import Context, stream, time_left_s, unary
 from kvloop.v1alpha1 import prefill_service_pb2, prefill_service_pb2_grpc
 
 SERVICE_NAME = "kvloop.v1alpha1.PrefillService"
@@ -32,6 +35,9 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
     def __init__(self) -> None:
         self._open: Parts | None = None
         self._draining = False
+        self._carrier = Carrier(
+            self.Prefill, prefill_service_pb2.PrefillRequest, prefill_service_pb2.PrefillServiceAttachResponse
+        )
 
     def open(self, parts: Parts) -> None:
         """Begin to serve."""
@@ -40,6 +46,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
     def drain(self) -> None:
         """Refuse new turns."""
         self._draining = True
+        self._carrier.drain()
 
     @property
     def _parts(self) -> Parts:
@@ -60,6 +67,17 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             raise Failure(Reason.ERROR_REASON_DRAINING, "the worker is going away")
         self._parts.reloading.admit()
         return await legs.run(request, left)
+
+    @stream
+    async def Attach(
+        self,
+        request_iterator: AsyncIterator[prefill_service_pb2.PrefillServiceAttachRequest],
+        context: Context,
+    ) -> AsyncIterator[prefill_service_pb2.PrefillServiceAttachResponse]:
+        """Carry many calls of Prefill."""
+        async with aclosing(self._carrier.serve(request_iterator, context)) as batches:
+            async for batch in batches:
+                yield batch
 
     @unary
     async def ReleasePrefill(

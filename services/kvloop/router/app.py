@@ -6,6 +6,7 @@ from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory
 from kvloop.metastore.tracing import traced
 from kvloop.metastore.watching import watch_store
+from kvloop.router.admission import Admission
 from kvloop.router.auth import Authenticator
 from kvloop.router.book import CostBook
 from kvloop.router.discovery import Discovery
@@ -22,6 +23,7 @@ from kvloop.runtime.clock import Clock, SystemClock
 from kvloop.runtime.config import ConfigError
 from kvloop.runtime.exposition import Exposition
 from kvloop.runtime.metrics import Metrics
+from kvloop.runtime.security import Security
 from kvloop.runtime.server import GrpcServer
 
 _STOP_GRACE_S = 1.0
@@ -52,6 +54,7 @@ class RouterApp:
         self._tracing = tracing.NOTHING
         self._pool: WorkerPool | None = None
         self._background = Background()
+        self._admission = Admission(settings)
         self._servicer: RouterServicer | None = None
         self._server: GrpcServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -78,11 +81,17 @@ class RouterApp:
         """Return how many turns are being served."""
         return self._servicer.turns if self._servicer is not None else 0
 
+    @property
+    def waiting(self) -> int:
+        """Return how many turns wait for room."""
+        return self._admission.waiting
+
     async def start(self) -> None:
         """Open the directory, meet the workers, listen. Raises ConfigError, ServerError."""
         settings = self._settings
         identities = Identities(load_secret(settings))
         authenticator = Authenticator(settings.tokens_file, self._clock)
+        security = Security.load(settings)
         self._tracing = tracing.configure(settings, "router")
         self._metrics.probe(self._probe)
         self._metrics_endpoint = await self._exposition.start(settings.metrics_listen)
@@ -91,7 +100,7 @@ class RouterApp:
         directory = self._given or (self._store.directory if self._store is not None else None)
         assert directory is not None
         book = CostBook(settings)
-        self._pool = WorkerPool(settings, self._clock)
+        self._pool = WorkerPool(settings, self._clock, security=security)
         await self._pool.start()
         tools = Tools(
             settings=settings,
@@ -102,17 +111,19 @@ class RouterApp:
             background=self._background,
             book=book,
             memory=Memory(settings.explained_turns),
+            admission=self._admission,
+            name=lambda: settings.router_id or self._endpoint,
             watch=TurnWatch(self._metrics),
         )
         self._servicer = RouterServicer(tools, authenticator)
-        self._server = GrpcServer([SERVICE])
+        self._server = GrpcServer([SERVICE], security)
         self._server.server.add_generic_rpc_handlers((self._servicer.handler(),))
         port = await self._server.start(settings.listen)
         self._endpoint = str(endpoints.parse(settings.listen)._replace(port=port))
         await self._server.set_ready(self._pool.can_serve())
         self._tasks = [asyncio.create_task(self._follow(self._pool, self._server))]
         if self._store is not None:
-            if settings.discover:
+            if settings.discovers:
                 discovery = Discovery(self._pool)
                 self._tasks.append(asyncio.create_task(discovery.follow(self._store.registry)))
             self._tasks.append(asyncio.create_task(book.keep_sharing(self._store.estimates)))
@@ -145,6 +156,10 @@ class RouterApp:
 
     async def _probe(self) -> None:
         self._metrics.put("kvloop_turns_in_flight", value=self.turns)
+        self._metrics.put("kvloop_turns_queued", value=self._admission.waiting)
+        sessions = self._servicer.sessions if self._servicer is not None else 0
+        self._metrics.put("kvloop_sessions_open", value=sessions)
+        self._metrics.put("kvloop_sessions_limit", value=self._settings.max_sessions)
         self._metrics.put("kvloop_turns_limit", value=self._settings.max_concurrent_turns)
         if self._pool is not None:
             watch_workers(self._metrics, self._pool)

@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from kvloop.router import verdict as verdicts
 from kvloop.router.costs import compute_features
 from kvloop.router.legs import CHUNK_TAG, LegFailed, timed_out
+from kvloop.router.migration import Replay, lost
 from kvloop.router.planning import look_again, verdict
 from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Verdict, Why
-from kvloop.router.worker import AnyWorker, DecodeWorker
+from kvloop.router.worker import AnyWorker, DecodeWorker, PrefillWorker
 from kvloop.router.workers import Pair
 from kvloop.runtime import logs
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, turn_pb2
 
 _TELL_TIMEOUT_S = 3.0
+_LOOK_AGAIN_S = 0.1
 # What a holder answers that will not go on from its lease, and what that says of the lease. UNSPECIFIED:
 # nothing, it may still be read.
 _REFUSALS = {
@@ -38,26 +40,86 @@ _REFUSALS = {
 _log = logs.get("router")
 
 
-def place(turn: Turn, tools: Tools) -> None:
+async def place(turn: Turn, tools: Tools) -> None:
     """Choose the two workers of a new attempt. Failure NO_WORKER."""
     with turn.timed("place"):
         turn.new_attempt()
+        limit = tools.settings.max_turns_per_worker
+        if turn.is_direct and turn.holder is not None and limit is not None and turn.holder.places >= limit:
+            turn.direct_refused = True
+            verdict(turn, tools)
         if turn.is_direct:
             assert turn.holder is not None
             turn.pair = Pair(None, turn.holder)
+            _take_places(turn)
             return
         reads_back = turn.decided.verdict == Verdict.VERDICT_READBACK
-        turn.pair = tools.pool.pick(
-            turn.served,
-            prefer_decode=turn.holder,
-            avoid=turn.avoid,
-            reads_back=reads_back,
-            home=turn.home,
-        )
+        turn.pair = await _pick(turn, tools, reads_back=reads_back)
+        _take_places(turn)
         info = turn.pair.prefill.info if turn.pair.prefill is not None else None
         # A prefill engine that can't read back would wait for the handle's blocks for ever.
         if reads_back and (info is None or not info.bidirectional_kv_xfer):
             turn.decision = verdicts.cold(Why.REUSE_REASON_INCOMPATIBLE)
+        elif reads_back and _rests(turn, tools):
+            turn.decision = verdicts.cold(Why.REUSE_REASON_READ_FAILED)
+
+
+async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
+    settings = tools.settings
+    patience = settings.migration_wait_s if turn.streaming else settings.worker_wait_s
+    until = tools.clock.monotonic() + min(patience, turn.time_left_s())
+    while True:
+        try:
+            return await tools.admission.place(
+                lambda: _find(turn, tools, reads_back=reads_back), turn.time_left_s()
+            )
+        except Failure as failure:
+            # A worker that pauses or restarts is soon ready again.
+            if failure.reason != Reason.ERROR_REASON_NO_WORKER or tools.clock.monotonic() >= until:
+                raise
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+def _find(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair | None:
+    try:
+        return tools.pool.pick(
+            turn.served,
+            prefer_decode=None if turn.moves else turn.holder,
+            avoid=turn.avoid,
+            reads_back=reads_back,
+            home=turn.home,
+            reads_from=turn.holder if reads_back else None,
+            # An answer that has begun does not wait behind those that have not.
+            limit=None if turn.streaming else tools.settings.max_turns_per_worker,
+        )
+    except Failure as failure:
+        if failure.reason == Reason.ERROR_REASON_OVERLOADED:
+            return None
+        raise
+
+
+def _rests(turn: Turn, tools: Tools) -> bool:
+    pair, holder = turn.pair, turn.holder
+    if pair is None or pair.prefill is None or holder is None:
+        return False
+    return tools.pool.pairs.rests(pair.prefill, holder)
+
+
+def _take_places(turn: Turn) -> None:
+    assert turn.pair is not None
+    for worker in (turn.pair.prefill, turn.pair.decode):
+        if worker is not None:
+            worker.places += 1
+            turn.places.append(worker)
+
+
+def leave(turn: Turn, tools: Tools, *workers: AnyWorker) -> None:
+    """Give back the places at some workers, or at all."""
+    for worker in workers or tuple(turn.places):
+        if worker in turn.places:
+            turn.places.remove(worker)
+            worker.places -= 1
+            tools.admission.freed()
 
 
 async def prefill(turn: Turn, tools: Tools) -> None:
@@ -82,7 +144,7 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
     turn.prefill_alone = worker.in_flight == 0
     with _at_work(worker, _expected_prefill_ms(turn, tools)):
         try:
-            response = await worker.link.prefill(request, limit)
+            response = await _prefill_call(worker, request, limit)
         except asyncio.CancelledError:
             _abandon_prefill(turn, tools)
             raise
@@ -92,7 +154,30 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
             _note(turn, worker, failed)
             raise
     worker.succeeded()
+    _note_read_back(turn, tools, response)
+    leave(turn, tools, worker)
     return response
+
+
+def _note_read_back(turn: Turn, tools: Tools, response: prefill_service_pb2.PrefillResponse) -> None:
+    assert turn.pair is not None
+    prefill = turn.pair.prefill
+    if prefill is None or turn.holder is None or turn.decided.verdict != Verdict.VERDICT_READBACK:
+        return
+    if response.reuse.reason == Why.REUSE_REASON_READ_FAILED:
+        tools.pool.pairs.failed(prefill, turn.holder)
+    elif response.reuse.readback.bytes:
+        tools.pool.pairs.succeeded(prefill, turn.holder)
+
+
+async def _prefill_call(
+    worker: PrefillWorker, request: prefill_service_pb2.PrefillRequest, limit_s: float
+) -> prefill_service_pb2.PrefillResponse:
+    try:
+        async with worker.calling(None):
+            return await worker.link.prefill(request, limit_s)
+    except TimeoutError:
+        raise timed_out("answer") from None
 
 
 def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
@@ -102,8 +187,8 @@ def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
         request_id=turn.attempt_id,
         model=_model(turn),
         scope=turn.scope,
-        prompt_token_ids=turn.request.prompt_token_ids,
-        sampling=turn.request.sampling,
+        prompt_token_ids=turn.leg_prompt,
+        sampling=turn.leg_sampling,
     )
     if turn.request.HasField("priority"):
         request.priority = turn.request.priority
@@ -131,8 +216,8 @@ def decode_request(turn: Turn) -> decode_service_pb2.DecodeRequest:
         request_id=turn.attempt_id,
         model=_model(turn),
         scope=turn.scope,
-        prompt_token_ids=turn.request.prompt_token_ids,
-        sampling=turn.request.sampling,
+        prompt_token_ids=turn.leg_prompt,
+        sampling=turn.leg_sampling,
         retention=turn.request.retention,
     )
     if turn.prefilled is not None:
@@ -203,78 +288,89 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     """Pass D's answer on to the relay, to its end. Raises LegFailed."""
     assert turn.pair is not None
     worker = turn.pair.decode
-    events = worker.link.decode(decode_request(turn), turn.time_left_s())
     turn.decode_alone, turn.decode_started = worker.in_flight == 0, tools.clock.monotonic()
+    heard_before = turn.heard
     with _at_work(worker), turn.timed("decode"):
+        events = worker.link.decode(decode_request(turn), turn.time_left_s())
         try:
             limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
             try:
-                async with asyncio.timeout(limit):
+                async with worker.calling(limit, lambda: turn.heard) as scope:
                     first = await anext(events, None)
+                    if not scope.expired():
+                        scope.reschedule(None)
+                    _heard_first(turn, tools)
+                    if first is not None:
+                        _pass_on(turn, relay, first)
+                        async for raw in events:
+                            _pass_on(turn, relay, raw)
             except TimeoutError:
-                raise timed_out("first chunk") from None
-            turn.first_event_at = tools.clock.monotonic()
-            turn.first_event()
-            turn.timings["first_chunk"] = (turn.first_event_at - turn.started) * 1000
-            if first is not None:
-                _pass_on(turn, relay, first)
-                async for raw in events:
-                    _pass_on(turn, relay, raw)
+                raise timed_out("chunk") from None
             if turn.decoded is None:
                 raise timed_out("summary")
         except LegFailed as failed:
             # With the summary the turn is complete, whatever becomes of the call.
             if turn.decoded is None:
-                if failed.answered and not turn.streaming:
+                if failed.answered and turn.heard == heard_before:
                     _abandon_prefill(turn, tools)
                 _note(turn, worker, failed)
+                if failed.answered and failed.failure.reason == Reason.ERROR_REASON_KV_READ_FAILED:
+                    _note_handoff(turn, tools, failed=True)
                 raise
         finally:
             await events.aclose()
     worker.succeeded()
-    _release_displaced(turn, tools)
+    _note_handoff(turn, tools, failed=False)
+    _release_replaced(turn, tools)
+
+
+def _note_handoff(turn: Turn, tools: Tools, *, failed: bool) -> None:
+    assert turn.pair is not None
+    if turn.pair.prefill is not None:
+        note = tools.pool.pairs.failed if failed else tools.pool.pairs.succeeded
+        note(turn.pair.decode, turn.pair.prefill)
+
+
+def _heard_first(turn: Turn, tools: Tools) -> None:
+    turn.first_event()
+    if turn.first_event_at is None or not turn.streaming:
+        turn.first_event_at = tools.clock.monotonic()
+        turn.timings["first_chunk"] = (turn.first_event_at - turn.started) * 1000
 
 
 def _pass_on(turn: Turn, relay: Relay, raw: bytes) -> None:
+    turn.heard += 1
     if raw.startswith(CHUNK_TAG):
-        turn.streaming = True
+        if turn.replay is not None and (raw := _unheard(turn.replay, raw)) == b"":
+            return
+        turn.sent.append(raw)
         relay.put(raw)
         return
+    if turn.replay is not None and not turn.replay.over:
+        raise lost("the answer can't be repeated")
     response = decode_service_pb2.DecodeResponse.FromString(raw)
     if response.WhichOneof("event") == "summary":
         turn.decoded = response.summary
 
 
-def start_again(turn: Turn, tools: Tools, failed: LegFailed) -> None:
-    """Prepare a cold attempt, or raise the Failure with which the turn ends."""
-    failure = failed.failure
-    if turn.time_left_s() <= 0:
-        raise Failure(Reason.ERROR_REASON_DEADLINE_EXCEEDED, "the turn ran out of time") from None
-    if failed.callers_fault:
-        raise failure from None
-    # A broken stream could be migrated here: prompt and what was passed on so far, prefilled elsewhere.
-    if turn.streaming:
-        raise Failure(
-            Reason.ERROR_REASON_WORKER_FAILED, "the decode worker failed after the answer had begun"
-        ) from None
-    if turn.attempt >= tools.settings.max_attempts:
-        raise failure from None
-    _log.warning("turn_started_again", request_id=turn.request_id, reason=failure.reason_name)
-    if turn.decided.verdict != Verdict.VERDICT_RECOMPUTE:
-        turn.decision = verdicts.cold(Why.REUSE_REASON_READ_FAILED)
-    # A holder that failed is no longer preferred; one that is well still has most of the blocks.
-    if turn.holder in turn.avoid:
-        turn.holder = None
+def _unheard(replay: Replay, raw: bytes) -> bytes:
+    return raw if replay.over else replay.rest(raw) or b""
 
 
-def _release_displaced(turn: Turn, tools: Tools) -> None:
-    if turn.decoded is None or not turn.decoded.HasField("displaced"):
-        return
-    displaced = turn.decoded.displaced
-    worker = tools.pool.by_endpoint(displaced.decode_endpoint)
-    if worker is not None:
-        # By its id alone: by the time this arrives, the conversation may have come back to that worker.
-        tools.background.tell(worker.link.release_lease(displaced.lease_id, b"", _TELL_TIMEOUT_S))
+def _release_replaced(turn: Turn, tools: Tools) -> None:
+    """Let go of the leases whose place the turn's own has taken."""
+    decoded = turn.decoded
+    assert decoded is not None
+    replaced: list[decode_service_pb2.DisplacedLease | lease_pb2.DirectoryEntry] = []
+    if decoded.HasField("displaced"):
+        replaced.append(decoded.displaced)
+    if turn.predecessor is not None and decoded.HasField("lease"):
+        replaced.append(turn.predecessor)
+    for lease in replaced:
+        worker = tools.pool.by_endpoint(lease.decode_endpoint)
+        if worker is not None:
+            # By its id alone: by the time this arrives, the conversation may have come back to that worker.
+            tools.background.tell(worker.link.release_lease(lease.lease_id, b"", _TELL_TIMEOUT_S))
 
 
 def _abandon_prefill(turn: Turn, tools: Tools) -> None:

@@ -15,7 +15,18 @@ from kvloop.v1alpha1 import lease_pb2, router_service_pb2, turn_pb2
 
 _RELEASE_TIMEOUT_S = 5.0
 
-Asked = router_service_pb2.EndConversationRequest | router_service_pb2.GetConversationRequest
+Asked = (
+    router_service_pb2.EndConversationRequest
+    | router_service_pb2.GetConversationRequest
+    | router_service_pb2.SessionOpen
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Where leases of a conversation may be: while a model is served in two revisions, in either."""
+
+    scopes: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +47,7 @@ async def get(
     request: router_service_pb2.GetConversationRequest, tenant: str, tools: Tools
 ) -> router_service_pb2.GetConversationResponse:
     """Return the newest lease. Failures: CONVERSATION_NOT_FOUND, DIRECTORY_UNAVAILABLE, as for Generate."""
-    held = [h for h in await _find(request, tenant, tools) if h.entry.held and not h.lost]
+    held = [h for h in await _find(of(request, tenant, tools), tools) if h.entry.held and not h.lost]
     if not held:
         raise Failure(Reason.ERROR_REASON_CONVERSATION_NOT_FOUND, "nothing is held for the conversation")
     newest = max(held, key=lambda h: h.entry.turn_start_us)
@@ -53,8 +64,32 @@ async def end(
     request: router_service_pb2.EndConversationRequest, tenant: str, tools: Tools
 ) -> router_service_pb2.EndConversationResponse:
     """Release the lease where it is held. Failures: DIRECTORY_UNAVAILABLE, as for Generate."""
-    released = await asyncio.gather(*(_release(h, tools) for h in await _find(request, tenant, tools)))
-    return router_service_pb2.EndConversationResponse(released=any(released))
+    released = await release(of(request, tenant, tools), tools)
+    return router_service_pb2.EndConversationResponse(released=released)
+
+
+def of(request: Asked, tenant: str, tools: Tools) -> Conversation:
+    """Return the conversation that a request names. Failures as for Generate."""
+    if not request.conversation_id:
+        raise invalid("conversation_id", "must not be empty")
+    check_conversation_id(request.conversation_id)
+    check_salt(request.cache_salt)
+    revisions = {served.revision: served for served in tools.pool.versions(request.model, request.adapter)}
+    return Conversation(
+        tuple(
+            tools.identities.scope(
+                Owner(tenant, served.name, served.revision, served.adapter, request.cache_salt),
+                request.conversation_id,
+            )
+            for served in revisions.values()
+        )
+    )
+
+
+async def release(conversation: Conversation, tools: Tools) -> bool:
+    """Release what is held for a conversation; False when nothing was. Failures: DIRECTORY_UNAVAILABLE."""
+    released = await asyncio.gather(*(_release(h, tools) for h in await _find(conversation, tools)))
+    return any(released)
 
 
 async def _release(held: _Held, tools: Tools) -> bool:
@@ -72,20 +107,8 @@ async def _release(held: _Held, tools: Tools) -> bool:
     return removed and not held.lost
 
 
-async def _find(request: Asked, tenant: str, tools: Tools) -> list[_Held]:
-    if not request.conversation_id:
-        raise invalid("conversation_id", "must not be empty")
-    check_conversation_id(request.conversation_id)
-    check_salt(request.cache_salt)
-    # While a model is served in two revisions, a conversation may have a lease in either.
-    revisions = {served.revision: served for served in tools.pool.versions(request.model, request.adapter)}
-    scopes = [
-        tools.identities.scope(
-            Owner(tenant, served.name, served.revision, served.adapter, request.cache_salt),
-            request.conversation_id,
-        )
-        for served in revisions.values()
-    ]
+async def _find(conversation: Conversation, tools: Tools) -> list[_Held]:
+    scopes = conversation.scopes
     try:
         async with asyncio.timeout(_RELEASE_TIMEOUT_S):
             found = await asyncio.gather(*(tools.directory.lookup(scope) for scope in scopes))

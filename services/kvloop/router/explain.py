@@ -58,7 +58,9 @@ def describe(turn: Turn, outcome: str) -> router_service_pb2.ExplainTurnResponse
         prompt_tokens=turn.prompt_tokens,
         attempts=turn.attempt,
         direct_refused=turn.direct_refused,
+        migrations=turn.migrations,
         timings_ms=turn.timings,
+        found_by_prefix=turn.by_prefix,
     )
     if turn.pair is not None:
         out.prefill_worker = turn.pair.prefill.name if turn.pair.prefill is not None else ""

@@ -6,18 +6,22 @@ with each turn and never need the secret; a client, who names a conversation and
 can't reach another tenant's scope.
 """
 
-import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvloop.router.settings import MIN_SECRET_BYTES, RouterSettings
 from kvloop.runtime.config import ConfigError
 from kvloop.v1alpha1 import turn_pb2
 
+SCOPE_BYTES = 32
+
 _SCOPE = b"kvloop scope v1"
 _DIGEST_KEY = b"kvloop digest key v1"
 _CACHE_SALT = b"kvloop cache salt v1"
+_OWNERS = 4096
+"""Remembered; salts come from clients, so there is no end to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Identities:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        # The same for every turn of an owner, of whom there are few.
+        self._keys = lru_cache(maxsize=_OWNERS)(self._derive_keys)
 
     def scope(self, owner: Owner, conversation_id: str) -> bytes:
         """Return the directory's key of a conversation, 32 bytes."""
@@ -43,11 +49,11 @@ class Identities:
 
     def digest_key(self, owner: Owner) -> bytes:
         """Return the key of the prefix digests, 32 bytes; the same for all conversations of an owner."""
-        return self._derive(_DIGEST_KEY, *_fields(owner))
+        return self._keys(owner)[0]
 
     def cache_salt(self, owner: Owner) -> str:
         """Return vLLM's cache_salt; model and adapter are in vLLM's block hashes already."""
-        return self._derive(_CACHE_SALT, owner.tenant, owner.salt).hex()[:32]
+        return self._keys(owner)[1]
 
     def turn_scope(self, owner: Owner, conversation_id: str) -> turn_pb2.TurnScope:
         """Return the scope of a turn without its start; without a conversation nothing can be leased."""
@@ -59,12 +65,15 @@ class Identities:
             tenant=owner.tenant,
         )
 
+    def _derive_keys(self, owner: Owner) -> tuple[bytes, str]:
+        salt = self._derive(_CACHE_SALT, owner.tenant, owner.salt).hex()[:32]
+        return self._derive(_DIGEST_KEY, *_fields(owner)), salt
+
     def _derive(self, label: bytes, *fields: str) -> bytes:
-        mac = hmac.new(self._secret, digestmod=hashlib.sha256)
-        for part in (label, *(field.encode() for field in fields)):
-            mac.update(len(part).to_bytes(4, "big"))
-            mac.update(part)
-        return mac.digest()
+        parts = (label, *(field.encode() for field in fields))
+        return hmac.digest(
+            self._secret, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256"
+        )
 
 
 def _fields(owner: Owner) -> tuple[str, ...]:

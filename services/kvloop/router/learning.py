@@ -38,6 +38,8 @@ class Estimator:
 
     def reseed(self, seed: Terms) -> None:
         """Take what others have learnt, as long as there are few measurements here."""
+        if seed == self._seed:
+            return
         if self.count < REFIT_EVERY and len(seed.values) == len(self._seed.values):
             self._seed = seed
             self.terms = fit(seed, self._window)

@@ -1,19 +1,21 @@
 """Calls to workers: one link per worker, one channel per link, one fresh request per attempt.
 
-Steps know only these classes, so another transport (many turns on one stream) replaces them here. Decode
-answers stay serialized: a chunk has the same bytes in DecodeResponse as in GenerateResponse (field 1), and
-the router forwards it without looking into it.
+The legs of all turns share one stream per worker; workers that have no such stream get a call per leg. Steps
+know only these classes. Decode answers stay serialized: a chunk has the same bytes in DecodeResponse as in
+GenerateResponse (field 1), and the router forwards it without looking into it.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
 from kvloop.runtime import tracing
-from kvloop.runtime.channels import open_channel
-from kvloop.runtime.errors import Failure, Reason, from_rpc_error
+from kvloop.runtime.errors import Failure, Reason, from_rpc_error, from_status, unexplained
+from kvloop.runtime.mux.caller import Caller, CallFailed
+from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -57,6 +59,8 @@ class LegFailed(Exception):
         self.failure = failure
         self.answered = answered
         """Whether the worker itself said so, and so is done with the leg; otherwise it may still be at it."""
+        self.late = False
+        """Whether the deadline of a question ended it."""
 
     @property
     def callers_fault(self) -> bool:
@@ -75,11 +79,27 @@ class LegFailed(Exception):
 
 
 def _leg_failed(error: grpc.RpcError) -> LegFailed:
-    failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
+    return _judged(from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED))
+
+
+def _carried_leg_failed(failed: CallFailed) -> LegFailed:
+    unknown = Reason.ERROR_REASON_UNSPECIFIED
+    if failed.status is None:
+        return _judged(unexplained(failed.code, unknown))
+    return _judged(from_status(failed.status, unknown))
+
+
+def _judged(failure: Failure) -> LegFailed:
     if failure.reason != Reason.ERROR_REASON_UNSPECIFIED:
         return LegFailed(failure, answered=True)
     worker = Failure(Reason.ERROR_REASON_WORKER_FAILED, f"worker failed: {failure.message}")
     return LegFailed(worker, answered=False)
+
+
+def _not_told(error: grpc.aio.AioRpcError) -> LegFailed:
+    failed = _leg_failed(error)
+    failed.late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    return failed
 
 
 def timed_out(what: str) -> LegFailed:
@@ -91,14 +111,21 @@ def timed_out(what: str) -> LegFailed:
 class PrefillLink:
     """One prefill worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
+        self._channel = security.channel(endpoint)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
+        self._caller = Caller(
+            self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest, _carried_leg_failed
+        )
+        self._attach = False
+        """Whether the worker has the stream, as it last said."""
 
     async def prefill(
         self, request: prefill_service_pb2.PrefillRequest, timeout_s: float
     ) -> prefill_service_pb2.PrefillResponse:
         """Run the leg. Raises LegFailed; cancellation cancels the call."""
+        if self._attach:
+            return await self._carried(request, timeout_s)
         try:
             response: prefill_service_pb2.PrefillResponse = await self._stub.Prefill(
                 request, timeout=timeout_s, metadata=tracing.outgoing()
@@ -106,6 +133,15 @@ class PrefillLink:
         except grpc.aio.AioRpcError as error:
             raise _leg_failed(error) from None
         return response
+
+    async def _carried(
+        self, request: prefill_service_pb2.PrefillRequest, timeout_s: float
+    ) -> prefill_service_pb2.PrefillResponse:
+        call = self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
+        async with aclosing(call):
+            async for raw in call:
+                return prefill_service_pb2.PrefillResponse.FromString(raw)
+        raise timed_out("answer")
 
     async def release(self, request_id: str, timeout_s: float) -> bool:
         """Let go of an attempt's KV. Raises LegFailed."""
@@ -121,29 +157,44 @@ class PrefillLink:
         try:
             response = await self._stub.GetInfo(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from None
+            raise _not_told(error) from None
         info: worker_pb2.WorkerInfo = response.info
+        self._attach = info.attach
         return info
 
     async def close(self) -> None:
         """Close the channel."""
+        await self._caller.close()
         await self._channel.close()
 
 
 class DecodeLink:
     """One decode worker."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
+        self._channel = security.channel(endpoint)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
+        # Not the stub's: answers stay serialized.
         self._decode: Any = self._channel.unary_stream(
             _DECODE, request_serializer=decode_service_pb2.DecodeRequest.SerializeToString
         )
+        self._caller = Caller(
+            self._stub.Attach, decode_service_pb2.DecodeServiceAttachRequest, _carried_leg_failed
+        )
+        self._attach = False
+        """Whether the worker has the stream, as it last said."""
 
-    async def decode(
+    def decode(
         self, request: decode_service_pb2.DecodeRequest, timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
         """Yield serialized DecodeResponses. Raises LegFailed; closing early cancels the call."""
+        if self._attach:
+            return self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
+        return self._called(request, timeout_s)
+
+    async def _called(
+        self, request: decode_service_pb2.DecodeRequest, timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
         call = self._decode(request, timeout=timeout_s, metadata=tracing.outgoing())
         try:
             async for raw in call:
@@ -167,12 +218,14 @@ class DecodeLink:
         try:
             response = await self._stub.GetInfo(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise _leg_failed(error) from None
+            raise _not_told(error) from None
         info: worker_pb2.WorkerInfo = response.info
+        self._attach = info.attach
         return info
 
     async def close(self) -> None:
         """Close the channel."""
+        await self._caller.close()
         await self._channel.close()
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from kvloop.metastore.port import DirectoryUnavailable, Found
+from kvloop.metastore.hints import hint_lengths
+from kvloop.metastore.port import DirectoryUnavailable, PrefixFound
 from kvloop.router import costs as cost_model
 from kvloop.router import verdict as verdicts
 from kvloop.router.explain import Weighed
@@ -10,34 +11,41 @@ from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Why
 from kvloop.router.worker import DecodeWorker
+from kvloop.runtime.digests import hint_group, prefix_digests
 from kvloop.v1alpha1 import lease_pb2, router_service_pb2, turn_pb2
 
 
 async def lookup(turn: Turn, tools: Tools) -> None:
-    """Find the newest lease of the conversation, or else of its parent: one round trip, or cold."""
+    """Find the newest lease of the conversation, or of its parent, or of the prompt's longest held beginning.
+
+    One round trip (two on a cluster), or cold.
+    """
     with turn.timed("lookup"):
         # The start of a turn only settles whose lease stays in the directory when two turns of one
         # conversation end at about the same time. A router's clock that is off can lose the later turn's
         # lease, which costs a cold turn; what is read is proven by digests all the same.
         turn.scope.turn_start_us = int(tools.clock.wall() * 1e6)
-        scopes = _scopes(turn, tools)
-        if not scopes:
-            return
         try:
-            found = await _look(scopes, tools)
+            found = await _look(turn, tools)
         except DirectoryUnavailable:
             turn.directory_failed = True
             return
-        turn.scope.turn_start_us = found[0].turn_start_us
-        _take(turn, found)
+        if found is not None:
+            turn.scope.turn_start_us = found.found.turn_start_us
+            _take(turn, found)
 
 
-async def _look(scopes: list[bytes], tools: Tools) -> list[Found]:
+async def _look(turn: Turn, tools: Tools) -> PrefixFound | None:
+    """Ask the directory; None when there is nothing to ask for. Raises DirectoryUnavailable."""
+    scopes, digests = _scopes(turn, tools), _beginnings(turn, tools)
+    if not scopes and not digests:
+        return None
     try:
         async with asyncio.timeout(tools.settings.directory_timeout_ms / 1000):
-            if len(scopes) == 1:
-                return [await tools.directory.lookup(scopes[0])]
-            return list(await asyncio.gather(*(tools.directory.lookup(scope) for scope in scopes)))
+            if len(scopes) == 1 and not digests:
+                found = await tools.directory.lookup(scopes[0])
+                return PrefixFound(scopes[0] if found.entry is not None else b"", -1, found)
+            return await tools.directory.find_by_prefix(hint_group(turn.scope.digest_key), digests, scopes)
     except TimeoutError:
         raise DirectoryUnavailable from None
 
@@ -45,19 +53,29 @@ async def _look(scopes: list[bytes], tools: Tools) -> list[Found]:
 def _scopes(turn: Turn, tools: Tools) -> list[bytes]:
     if not tools.settings.reuse:
         return []
-    parent = turn.request.parent_conversation_id
-    scopes = [turn.scope.scope] if turn.scope.scope else []
-    if parent and parent != turn.request.conversation_id:
+    conversation, parent = turn.request.conversation_id, turn.request.parent_conversation_id
+    scopes = [turn.scope.scope] if conversation else []
+    if parent and parent != conversation:
         scopes.append(tools.identities.scope(turn.owner, parent))
     # A fork goes where the conversation that it comes from has left its prefix.
     turn.home = scopes[-1] if scopes else b""
     return scopes
 
 
-def _take(turn: Turn, found: list[Found]) -> None:
-    best = next((f for f in found if f.entry is not None), None)
-    turn.entry = best.entry if best is not None else None
-    turn.entry_remaining_s = best.remaining_s if best is not None else 0.0
+def _beginnings(turn: Turn, tools: Tools) -> list[bytes]:
+    """Return the digests by which a lease is looked for that no name leads to."""
+    settings, request = tools.settings, turn.request
+    if not settings.prefix_hints or _forbidden(turn, settings) is not None:
+        return []
+    return prefix_digests(turn.scope.digest_key, request.prompt_token_ids, hint_lengths(turn.prompt_tokens))
+
+
+def _take(turn: Turn, found: PrefixFound | None) -> None:
+    turn.entry = found.found.entry if found is not None else None
+    turn.entry_remaining_s = found.found.remaining_s if found is not None else 0.0
+    turn.found_scope = found.scope if found is not None else b""
+    turn.by_prefix = found is not None and found.position >= 0
+    turn.moves, turn.predecessor = False, None
 
 
 def verdict(turn: Turn, tools: Tools) -> None:
@@ -75,6 +93,8 @@ def verdict(turn: Turn, tools: Tools) -> None:
                 turn.holder = worker if holder.same_epoch else None
             if ruled_out is None:
                 expected = verdicts.expect(turn.scope.digest_key, turn.request.prompt_token_ids, entry)
+                if turn.by_prefix:
+                    _join(turn, entry, expected)
         settings = tools.settings
         threshold = settings.kv_recompute_threshold
         work = rates = costs = None
@@ -127,17 +147,39 @@ def _direct_limits(turn: Turn, settings: RouterSettings) -> verdicts.DirectLimit
     return verdicts.DirectLimits(settings.direct_max_suffix, settings.direct_budget_tokens)
 
 
-def _ruled_out(turn: Turn, settings: RouterSettings) -> "turn_pb2.ReuseReason.ValueType | None":
+def _join(turn: Turn, entry: lease_pb2.DirectoryEntry, expected: verdicts.Expected) -> None:
+    """Settle what a turn has to do with the conversation that its prompt's beginning led to."""
+    # Many conversations may begin alike; only one that is mostly the same belongs where the other one is.
+    turn.moves = 2 * expected.matched < turn.prompt_tokens
+    if not turn.moves:
+        turn.home = turn.found_scope
+    # A turn without a name that goes on from all that another one left is its successor: what it leaves
+    # holds that too, under the same hints, so whoever else goes on from there misses nothing.
+    unnamed = not turn.request.conversation_id and not entry.conversation_id
+    if unnamed and not expected.diverged and expected.matched == entry.num_tokens:
+        turn.predecessor = entry
+
+
+def _forbidden(turn: Turn, settings: RouterSettings) -> "turn_pb2.ReuseReason.ValueType | None":
     request = turn.request
     if not settings.reuse or request.reuse_policy == router_service_pb2.REUSE_POLICY_FORBID:
         return Why.REUSE_REASON_DISABLED
-    if not request.conversation_id and not request.parent_conversation_id:
-        return Why.REUSE_REASON_NO_CONVERSATION
     if request.sampling.HasField("prompt_logprobs"):
         return Why.REUSE_REASON_FULL_PREFILL_NEEDED
-    if turn.directory_failed:
-        return Why.REUSE_REASON_DIRECTORY_UNAVAILABLE
     return None
+
+
+def _ruled_out(turn: Turn, settings: RouterSettings) -> "turn_pb2.ReuseReason.ValueType | None":
+    request = turn.request
+    forbidden = _forbidden(turn, settings)
+    if forbidden == Why.REUSE_REASON_DISABLED:
+        return forbidden
+    named = request.conversation_id or request.parent_conversation_id
+    if not named and turn.entry is None and not turn.directory_failed:
+        return Why.REUSE_REASON_NO_CONVERSATION
+    if forbidden is None and turn.directory_failed:
+        return Why.REUSE_REASON_DIRECTORY_UNAVAILABLE
+    return forbidden
 
 
 async def look_again(turn: Turn, tools: Tools) -> None:
@@ -150,7 +192,7 @@ async def look_again(turn: Turn, tools: Tools) -> None:
     gone = turn.entry.lease_id if turn.entry is not None else ""
     with turn.timed("lookup_again"):
         try:
-            _take(turn, await _look(_scopes(turn, tools), tools))
+            _take(turn, await _look(turn, tools))
         except DirectoryUnavailable:
             turn.entry = None
     if turn.entry is not None and turn.entry.lease_id == gone:

@@ -68,4 +68,9 @@ def merge(chunks: list[bytes]) -> bytes:
     merged.chunk.text = "".join(chunk.text for chunk in parsed)
     for chunk in parsed:
         merged.chunk.logprobs.extend(chunk.logprobs)
+    # How an answer ended is told by its last chunk.
+    if parsed[-1].finish_reason:
+        merged.chunk.finish_reason = parsed[-1].finish_reason
+    if parsed[-1].HasField("stop_reason"):
+        merged.chunk.stop_reason = parsed[-1].stop_reason
     return merged.SerializeToString()

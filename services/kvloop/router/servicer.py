@@ -8,10 +8,11 @@ import grpc
 from kvloop.router import conversations, steps
 from kvloop.router.auth import Authenticator
 from kvloop.router.relay import Relay
+from kvloop.router.sessions import Sessions
 from kvloop.router.turn import Tools, Turn
 from kvloop.runtime import tracing
 from kvloop.runtime.errors import Failure, Reason
-from kvloop.runtime.servicing import Context, stream, time_left_s, unary
+from kvloop.runtime.servicing import Context, stream, time_left_s, unary, written
 from kvloop.v1alpha1 import router_service_pb2
 
 SERVICE = "kvloop.v1alpha1.RouterService"
@@ -23,16 +24,21 @@ class RouterServicer:
     def __init__(self, tools: Tools, authenticator: Authenticator) -> None:
         self._tools = tools
         self._authenticator = authenticator
+        self._sessions = Sessions(tools)
         self._running: set[asyncio.Task[None]] = set()
         self._newest: dict[tuple[str, str], tuple[asyncio.Task[None], Relay]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
 
     @property
     def turns(self) -> int:
         """Return how many turns are being served."""
         return len(self._running)
+
+    @property
+    def sessions(self) -> int:
+        """Return how many sessions are open."""
+        return len(self._sessions)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the service for a server. Generate's answers are serialized already."""
@@ -42,6 +48,11 @@ class RouterServicer:
                 "Generate": grpc.unary_stream_rpc_method_handler(
                     self.Generate,
                     request_deserializer=router_service_pb2.GenerateRequest.FromString,
+                ),
+                "Session": grpc.stream_stream_rpc_method_handler(
+                    self.Session,
+                    request_deserializer=router_service_pb2.SessionRequest.FromString,
+                    response_serializer=router_service_pb2.SessionResponse.SerializeToString,
                 ),
                 "EndConversation": grpc.unary_unary_rpc_method_handler(
                     self.EndConversation,
@@ -61,15 +72,16 @@ class RouterServicer:
             },
         )
 
-    @stream
+    @written
     async def Generate(  # noqa: N802 - gRPC's name
         self, request: router_service_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[bytes]:
+    ) -> None:
         """Serve one turn. Nothing, headers included, is sent before the first chunk."""
         try:
             tenant = self._tenant(context)
-            self._check_room()
             turn = steps.admit(request, tenant, time_left_s(context), self._tools)
+            with turn.timed("queue"):
+                await self._tools.admission.enter(turn.time_left_s())
         except Failure as failure:
             self._tools.watch.refused(failure)
             raise
@@ -78,10 +90,18 @@ class RouterServicer:
             task = self._start(turn, relay)
         try:
             async for answer in relay.read():
-                yield answer
+                await context.write(answer)
         finally:
             # Ends the legs when the client has gone; otherwise the task is done already.
             task.cancel()
+
+    @stream
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[router_service_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[router_service_pb2.SessionResponse]:
+        """Keep a conversation alive while the stream is open."""
+        async for response in self._sessions.serve(requests, lambda: self._tenant(context)):
+            yield response
 
     @unary
     async def EndConversation(  # noqa: N802
@@ -106,7 +126,8 @@ class RouterServicer:
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new turns; return when the running ones have ended, or after limit_s."""
-        self._draining = True
+        self._tools.admission.close()
+        self._sessions.end()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -115,7 +136,8 @@ class RouterServicer:
 
     async def stop(self) -> None:
         """Cancel what still runs. Idempotent."""
-        self._draining = True
+        self._tools.admission.close()
+        self._sessions.end()
         running = set(self._running)
         for task in running:
             task.cancel()
@@ -124,20 +146,6 @@ class RouterServicer:
 
     def _tenant(self, context: Context) -> str:
         return self._authenticator.tenant(context.invocation_metadata() or ())
-
-    def _check_room(self) -> None:
-        if self._draining:
-            raise Failure(
-                Reason.ERROR_REASON_DRAINING, "this router is going away; use another", retry_after_s=0.1
-            )
-        settings = self._tools.settings
-        if len(self._running) >= settings.max_concurrent_turns:
-            raise Failure(
-                Reason.ERROR_REASON_OVERLOADED,
-                "too many turns at once",
-                metadata={"limit": str(settings.max_concurrent_turns)},
-                retry_after_s=settings.retry_after_ms / 1000,
-            )
 
     def _start(self, turn: Turn, relay: Relay) -> asyncio.Task[None]:
         key = (turn.tenant, turn.request_id)
@@ -153,6 +161,7 @@ class RouterServicer:
 
         def ended(_: asyncio.Task[None]) -> None:
             self._running.discard(task)
+            self._tools.admission.leave()
             if not self._running:
                 self._idle.set()
             if self._newest.get(key, (None,))[0] is task:

@@ -8,6 +8,7 @@ from pydantic_settings import NoDecode
 
 from kvloop.runtime import endpoints
 from kvloop.runtime.config import ObservedSettings
+from kvloop.runtime.security import GuardedSettings
 
 MIN_SECRET_BYTES = 16
 
@@ -15,7 +16,7 @@ Endpoints = Annotated[tuple[str, ...], NoDecode]
 Seed = Annotated[float, Field(ge=0)]
 
 
-class RouterSettings(ObservedSettings):
+class RouterSettings(ObservedSettings, GuardedSettings):
     """What a router needs to know. Times in the unit of the name, counts in turns."""
 
     listen: str = "127.0.0.1:7600"
@@ -24,8 +25,11 @@ class RouterSettings(ObservedSettings):
     """host:port of PrefillServices; a comma-separated text does as well."""
     decode_endpoints: Endpoints = ()
     """host:port of DecodeServices."""
-    discover: bool = False
-    """Whether workers that announce themselves in the store are used, besides those named."""
+    discover: bool | None = None
+    """Whether workers that announce themselves in the store are used, besides those named; absent: where
+    none are named."""
+    router_id: str | None = None
+    """Name of this router in answers; absent: where it listens."""
     directory_url: str = ""
     """Where the leases are: redis://host:port."""
     fleet_secret: SecretStr | None = None
@@ -36,6 +40,10 @@ class RouterSettings(ObservedSettings):
     """Hashed tenant tokens; without it everybody on loopback is tenant "default"."""
     reuse: bool = True
     """Whether histories are read back at all."""
+    prefix_hints: bool = True
+    """Whether a turn whose conversation is unknown, or not named, looks for its prompt's beginning."""
+    hold_unnamed: bool = False
+    """Whether turns that name no conversation are held, too; otherwise only those that ask for it."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] | None = None
     """Below this many readable tokens a prompt is recomputed; absent: as the workers say."""
     direct: bool = False
@@ -59,7 +67,17 @@ class RouterSettings(ObservedSettings):
     explained_turns: Annotated[int, Field(ge=0, le=100_000)] = 1024
     """How many turns are remembered for `kvloop explain`."""
     max_concurrent_turns: Annotated[int, Field(ge=1)] = 1024
-    """Turns served at once; more are told to come back."""
+    """Turns served at once; more wait."""
+    max_turns_per_worker: Annotated[int, Field(ge=1)] | None = None
+    """Turns that this router gives one worker at a time; absent: any number."""
+    max_queued_turns: Annotated[int, Field(ge=0)] = 256
+    """Turns that wait, all before their first leg; more are told to come back."""
+    queue_timeout_ms: Annotated[float, Field(gt=0)] = 2000.0
+    """How long a turn waits, at most to its deadline, before it is told to come back."""
+    max_sessions: Annotated[int, Field(ge=1)] = 10_000
+    """Sessions open at once; more are told to come back."""
+    session_alive_s: Annotated[float, Field(ge=0.05, le=3600)] = 30.0
+    """For how long a conversation counts as alive after its session broke."""
     retry_after_ms: Annotated[int, Field(ge=1)] = 200
     """When an overloaded router asks to be tried again."""
     directory_timeout_ms: Annotated[float, Field(gt=0, le=10_000)] = 25.0
@@ -70,12 +88,25 @@ class RouterSettings(ObservedSettings):
     """Longest wait of a decode leg for its first chunk."""
     max_attempts: Annotated[int, Field(ge=1, le=5)] = 2
     """Tries of a turn before its first chunk; every try but the first is cold."""
+    max_migrations: Annotated[int, Field(ge=0, le=16)] = 4
+    """How often an answer that has begun may be taken up by another decode worker."""
+    worker_wait_s: Annotated[float, Field(ge=0)] = 2.0
+    """How long a turn waits for workers to be ready, ahead of its first leg."""
+    migration_wait_s: Annotated[float, Field(ge=0)] = 10.0
+    """The same of an answer that has begun."""
     info_interval_s: Annotated[float, Field(gt=0)] = 1.0
     """How often each worker is asked for its facts."""
     info_timeout_s: Annotated[float, Field(gt=0)] = 2.0
     """How long a worker may take to tell its facts before it counts as gone."""
     drain_limit_s: Annotated[float, Field(ge=0)] = 30.0
     """How long turns may go on after draining started."""
+
+    @property
+    def discovers(self) -> bool:
+        """Tell whether the store is asked for workers."""
+        return (
+            not (self.prefill_endpoints or self.decode_endpoints) if self.discover is None else self.discover
+        )
 
     @field_validator("seed_compute", "seed_transfer", "seed_kv", mode="before")
     @classmethod
@@ -106,10 +137,17 @@ class RouterSettings(ObservedSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.discover and not (self.prefill_endpoints and self.decode_endpoints):
+        # An explicit discover may have a store that comes otherwise than by its URL.
+        found = self.discovers and (self.discover or self.directory_url)
+        if not found and not (self.prefill_endpoints and self.decode_endpoints):
             raise ValueError(
                 "prefill_endpoints and decode_endpoints must each name at least one worker,"
-                " unless discover is on"
+                " unless directory_url names a store in which workers announce themselves"
+            )
+        if self.discovers and self.directory_url.startswith("memory:"):
+            raise ValueError(
+                "workers are found in a store that they share with the router, and memory:// is none;"
+                " set directory_url, or name prefill_endpoints and decode_endpoints"
             )
         if both := sorted(set(self.prefill_endpoints) & set(self.decode_endpoints)):
             raise ValueError(f"{both[0]} is named as a prefill and as a decode worker; it can be only one")

@@ -4,19 +4,22 @@
                                   (place -> go on, for DIRECT)
 
 Each step reads and fills the Turn and is timed under its own name. What stands in brackets is one attempt:
-when a leg fails before the first chunk, the turn starts again there, cold, with a fresh id.
+when a leg fails before the first chunk, the turn starts again there, cold, with a fresh id; when it fails
+later, the answer goes on there (migration.py).
 """
 
 import secrets
 
-from kvloop.router.attempts import decode, go_on, place, prefill, start_again
-from kvloop.router.identity import Owner
+from kvloop.router.attempts import decode, go_on, leave, place, prefill
+from kvloop.router.identity import SCOPE_BYTES, Owner
 from kvloop.router.legs import LegFailed
+from kvloop.router.migration import repeatable
 from kvloop.router.planning import lookup, verdict
+from kvloop.router.recovery import start_again
 from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Verdict, Why
-from kvloop.runtime import checks, logs
+from kvloop.runtime import checks, logs, tokens
 from kvloop.runtime.errors import Failure, invalid
 from kvloop.v1alpha1 import router_service_pb2
 
@@ -48,7 +51,7 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
     turn.expected_tokens = turn.decided.expected_tokens
     while True:
         try:
-            place(turn, tools)
+            await place(turn, tools)
             if turn.is_direct:
                 if await go_on(turn, tools, relay):
                     break
@@ -57,12 +60,15 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
             await decode(turn, tools, relay)
             break
         except LegFailed as failed:
-            start_again(turn, tools, failed)
-            tools.watch.retried(failed.failure)
-    answer = summary(turn)
+            if not start_again(turn, tools, failed):
+                break
+        finally:
+            leave(turn, tools)
+    answer = summary(turn, tools.name())
     relay.finish(answer.SerializeToString())
     tools.watch.answered(turn, answer.summary)
-    tools.book.learn(turn)
+    if turn.origin is None:
+        tools.book.learn(turn)
     decision = turn.decided
     _log.debug(
         "turn_done",
@@ -107,9 +113,22 @@ def admit(
         owner=owner,
         scope=tools.identities.turn_scope(owner, conversation),
         prompt_tokens=prompt_tokens,
+        sampling=repeatable(request.sampling) if tools.settings.max_migrations else request.sampling,
     )
+    if not conversation and _is_held(request, tools):
+        # Nobody knows this name; the prompt's beginning leads to it.
+        turn.scope.scope = secrets.token_bytes(SCOPE_BYTES)
     turn.timings["admit"] = (tools.clock.monotonic() - started) * 1000
     return turn
+
+
+def _is_held(request: router_service_pb2.GenerateRequest, tools: Tools) -> bool:
+    """Tell whether a turn that names no conversation is held."""
+    settings, retention = tools.settings, request.retention
+    # A cold run for comparison leaves nothing unless it says so.
+    by_default = settings.hold_unnamed and request.reuse_policy != router_service_pb2.REUSE_POLICY_FORBID
+    wanted = retention.hold if retention.HasField("hold") else by_default
+    return wanted and settings.reuse and settings.prefix_hints
 
 
 def check_salt(salt: str) -> None:
@@ -118,8 +137,8 @@ def check_salt(salt: str) -> None:
         raise invalid("cache_salt", f"must have at most {_MAX_SALT} characters")
 
 
-def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
-    """Return the end of the answer."""
+def summary(turn: Turn, router: str) -> router_service_pb2.GenerateResponse:
+    """Return the end of the answer, as this router says it."""
     assert turn.pair is not None
     assert turn.decoded is not None
     decoded, prefilled = turn.decoded, turn.prefilled
@@ -129,14 +148,18 @@ def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
     if decoded.HasField("stop_reason"):
         out.stop_reason = decoded.stop_reason
     out.prompt_tokens = turn.prompt_tokens
-    out.output_tokens = decoded.output_tokens
-    if prefilled is not None:
+    out.output_tokens = tokens.count(turn.carried) + decoded.output_tokens
+    out.migrated = turn.migrations > 0
+    if turn.origin is not None:
+        out.reuse.CopyFrom(turn.origin)
+        out.prompt_logprobs.extend(turn.origin_logprobs)
+    elif prefilled is not None:
         out.reuse.CopyFrom(prefilled.reuse)
         out.prompt_logprobs.extend(prefilled.prompt_logprobs)
     else:
         out.reuse.verdict, out.reuse.reason = turn.decided.verdict, turn.decided.reason
         out.reuse.tokens.CopyFrom(decoded.tokens)
-    out.reuse.retried = out.reuse.retried or turn.attempt > 1
+    out.reuse.retried = out.reuse.retried or (turn.origin is None and turn.attempt > 1)
     if decoded.HasField("handoff"):
         out.reuse.handoff.CopyFrom(decoded.handoff)
     if decoded.HasField("lease"):
@@ -147,4 +170,5 @@ def summary(turn: Turn) -> router_service_pb2.GenerateResponse:
     if turn.pair.prefill is not None:
         out.prefill_worker = turn.pair.prefill.name
     out.decode_worker = turn.pair.decode.name
+    out.router = router
     return response

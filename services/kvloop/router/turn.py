@@ -1,22 +1,31 @@
 """The context of one turn: what the steps work with, and what they have worked out so far."""
 
-import contextlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
+from kvloop.router.admission import Admission
 from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
+from kvloop.router.migration import Replay, continued
 from kvloop.router.settings import RouterSettings
 from kvloop.router.verdict import Decision
 from kvloop.router.watching import TurnWatch
-from kvloop.router.worker import DecodeWorker
+from kvloop.router.worker import AnyWorker, DecodeWorker
 from kvloop.router.workers import Pair, Served, WorkerPool
-from kvloop.runtime import tracing
+from kvloop.runtime import tokens, tracing
 from kvloop.runtime.clock import Clock
-from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, router_service_pb2, turn_pb2
+from kvloop.v1alpha1 import (
+    decode_service_pb2,
+    lease_pb2,
+    prefill_service_pb2,
+    router_service_pb2,
+    sampling_pb2,
+    turn_pb2,
+)
 
 if TYPE_CHECKING:
     from kvloop.router.book import CostBook
@@ -36,6 +45,9 @@ class Tools:
     watch: TurnWatch
     book: "CostBook"
     memory: "Memory"
+    admission: Admission
+    name: Callable[[], str]
+    """Of this router; valid once it listens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,11 +67,21 @@ class Turn:
     owner: Owner
     scope: turn_pb2.TurnScope
     prompt_tokens: int
+    sampling: sampling_pb2.SamplingParams
+    """The request's, made repeatable where a migration would need it."""
 
     # lookup
     entry: lease_pb2.DirectoryEntry | None = None
     entry_remaining_s: float = 0.0
     directory_failed: bool = False
+    found_scope: bytes = b""
+    """Whose the entry is."""
+    by_prefix: bool = False
+    """Whether the entry was found by the prompt's beginning, not by a conversation's name."""
+    moves: bool = False
+    """Whether so little is held there that the decode leg need not go to the holder."""
+    predecessor: lease_pb2.DirectoryEntry | None = None
+    """Lease of a turn without a name that this one makes superfluous."""
     home: bytes = b""
     """The conversation whose prompts are prefilled in one place, by its scope; empty for none."""
 
@@ -80,6 +102,8 @@ class Turn:
     attempt_id: str = ""
     """request_id of the legs; never used twice."""
     pair: Pair | None = None
+    places: list[AnyWorker] = field(default_factory=list)
+    """Workers at which the attempt has a place."""
     avoid: set[object] = field(default_factory=set)
     """Workers that failed this turn."""
     prefilled: prefill_service_pb2.PrefillResponse | None = None
@@ -91,8 +115,21 @@ class Turn:
     """Whether the prefill worker had nothing else of this router's when its leg began."""
     decode_alone: bool = False
     decode_started: float = 0.0
-    streaming: bool = False
-    """Whether a chunk was passed on; from then on the turn can't start again."""
+    sent: list[bytes] = field(default_factory=list)
+    """Serialized chunks that were passed on; once there is one, the turn can only go on, not start again."""
+
+    heard: int = 0
+    """Events of decode legs so far."""
+
+    # migration
+    migrations: int = 0
+    carried: bytes = b""
+    """Tokens of the answer that stand in the legs' prompt, packed."""
+    replay: Replay | None = None
+    """What D gives again is compared and left out."""
+    origin: turn_pb2.Reuse | None = None
+    """Where the prompt's KV came from when the answer began, if that was in another attempt."""
+    origin_logprobs: list[turn_pb2.PositionLogprobs] = field(default_factory=list)
 
     timings: dict[str, float] = field(default_factory=dict)
 
@@ -101,6 +138,21 @@ class Turn:
         """Return the decision; valid after the verdict."""
         assert self.decision is not None
         return self.decision
+
+    @property
+    def streaming(self) -> bool:
+        """Tell whether a chunk was passed on."""
+        return bool(self.sent)
+
+    @property
+    def leg_prompt(self) -> bytes:
+        """Return the prompt of the attempt's legs, packed."""
+        return self.request.prompt_token_ids + self.carried
+
+    @property
+    def leg_sampling(self) -> sampling_pb2.SamplingParams:
+        """Return the sampling of the attempt's legs."""
+        return continued(self.sampling, tokens.count(self.carried)) if self.carried else self.sampling
 
     @property
     def is_direct(self) -> bool:
@@ -125,13 +177,29 @@ class Turn:
         self.prefilled = None
         self.decoded = None
 
-    @contextlib.contextmanager
-    def timed(self, step: str) -> Iterator[None]:
-        """Add the time spent inside to a step's timing."""
-        before = self.clock.monotonic()
-        try:
-            with tracing.span(f"router.{step}"):
-                yield
-        finally:
-            spent = (self.clock.monotonic() - before) * 1000
-            self.timings[step] = self.timings.get(step, 0.0) + spent
+    def timed(self, step: str) -> "_Timed":
+        """Return what adds the time spent inside to a step's timing."""
+        return _Timed(self, step)
+
+
+class _Timed:
+    """A context manager of its own: every step of every turn passes through it."""
+
+    __slots__ = ("_before", "_span", "_step", "_turn")
+
+    def __init__(self, turn: Turn, step: str) -> None:
+        self._turn = turn
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._before = self._turn.clock.monotonic()
+        self._span = tracing.span(f"router.{self._step}")
+        self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        turn, step = self._turn, self._step
+        self._span.__exit__(kind, error, trace)
+        spent = (turn.clock.monotonic() - self._before) * 1000
+        turn.timings[step] = turn.timings.get(step, 0.0) + spent

@@ -26,9 +26,10 @@ class TurnWatch:
         """Count a call that was not admitted."""
         self._metrics.add("kvloop_turns_refused", failure.reason_name.lower())
 
-    def retried(self, failure: Failure) -> None:
-        """Count a turn that starts again."""
-        self._metrics.add("kvloop_turn_retries", failure.reason_name.lower())
+    def retried(self, failure: Failure, *, migrated: bool) -> None:
+        """Count a turn that starts again, or whose answer goes on elsewhere."""
+        name = "kvloop_turn_migrations" if migrated else "kvloop_turn_retries"
+        self._metrics.add(name, failure.reason_name.lower())
 
     @contextlib.contextmanager
     def serving(self, turn: "Turn") -> Iterator[None]:
@@ -74,6 +75,7 @@ class TurnWatch:
             reason=reason,
             attempts=turn.attempt,
             retried=reuse.retried,
+            migrated=summary.migrated,
             ttft_ms=summary.ttft_ms,
             output_tokens=summary.output_tokens,
             expected_tokens=expected,

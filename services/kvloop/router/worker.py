@@ -1,6 +1,8 @@
 """One worker, as a router sees it: its facts, whether it answers, and how its legs went."""
 
 import asyncio
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvloop.router.legs import DecodeLink, PrefillLink
@@ -31,6 +33,35 @@ class Link(Protocol):
 L = TypeVar("L", bound=Link)
 
 
+class Calling:
+    """A call under way at a worker: an asynchronous context, which yields its timeout."""
+
+    __slots__ = ("_before", "_calls", "_heard", "_scope")
+
+    def __init__(self, calls: "set[Calling]", limit_s: float | None, heard: Callable[[], int]) -> None:
+        self._calls = calls
+        self._scope = asyncio.timeout(limit_s)
+        self._heard = heard
+        self._before: int | None = None
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        self._calls.add(self)
+        return await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.discard(self)
+        await self._scope.__aexit__(kind, error, trace)
+
+    def check(self) -> None:
+        """End the call if nothing was heard since the last check."""
+        heard = self._heard()
+        if heard == self._before and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
+        self._before = heard
+
+
 class Worker(Generic[L]):
     """One worker, as seen from here."""
 
@@ -42,6 +73,8 @@ class Worker(Generic[L]):
         """Legs of this router's."""
         self.reported_load = 0.0
         """Turns it said it had, all routers' together; some seconds old."""
+        self.places = 0
+        """Turns of this router's that have a place there, their legs begun or not."""
         self.draining = False
         """Said to take no new turns; what it holds can still be read."""
         self.pending_ms = 0.0
@@ -54,6 +87,7 @@ class Worker(Generic[L]):
         self._failures = 0
         self._paused_until = 0.0
         self.ask_now = asyncio.Event()
+        self._calls: set[Calling] = set()
 
     @property
     def present(self) -> bool:
@@ -99,11 +133,22 @@ class Worker(Generic[L]):
     def not_answered(self, *, slow: bool) -> bool:
         """Note an unanswered question; True when the worker counts as gone from now on."""
         self._unanswered += 1
-        if not self._answers or (slow and self._unanswered < _SLOW_ANSWERS):
+        if slow and self._unanswered < _SLOW_ANSWERS:
+            return False
+        for call in list(self._calls):
+            call.check()
+        if not self._answers:
             return False
         self._answers = False
         _log.warning("worker_gone", worker=self.name, endpoint=self.endpoint)
         return True
+
+    def calling(self, limit_s: float | None, heard: Callable[[], int] = lambda: 0) -> "Calling":
+        """Bound a call: TimeoutError after limit_s, or when the worker is gone and heard() no longer grows.
+
+        A worker that was stopped keeps its connections, so nothing else would tell.
+        """
+        return Calling(self._calls, limit_s, heard)
 
     def failed(self) -> None:
         """Note a failed leg: no turns for a while, longer each time in a row."""

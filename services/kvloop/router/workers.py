@@ -18,10 +18,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvloop.router.legs import DecodeLink, LegFailed, PrefillLink
+from kvloop.router.pairs import Pairs
 from kvloop.router.settings import RouterSettings
 from kvloop.router.worker import AnyWorker, DecodeWorker, L, PrefillWorker, Worker
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure, Reason, invalid
+from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import worker_pb2
 
 _NO_WORKER_RETRY_S = 0.5
@@ -72,12 +74,15 @@ class WorkerPool:
         clock: Clock,
         *,
         rng: random.Random | None = None,
+        security: Security = PLAIN,
     ) -> None:
+        self._security = security
+        self.pairs = Pairs(clock)
         self._settings = settings
         self._clock = clock
         self._rng = rng or random.Random()
-        self.prefill = [Worker(e, PrefillLink(e), clock) for e in settings.prefill_endpoints]
-        self.decode = [Worker(e, DecodeLink(e), clock) for e in settings.decode_endpoints]
+        self.prefill = [Worker(e, PrefillLink(e, security), clock) for e in settings.prefill_endpoints]
+        self.decode = [Worker(e, DecodeLink(e, security), clock) for e in settings.decode_endpoints]
         self._watchers: dict[AnyWorker, asyncio.Task[None]] = {}
         self._served: dict[tuple[str, str], list[Served]] = {}
         self.changed = asyncio.Event()
@@ -95,9 +100,9 @@ class WorkerPool:
         prefills = role == "prefill"
         worker: AnyWorker
         if prefills:
-            worker = Worker(endpoint, PrefillLink(endpoint), self._clock)
+            worker = Worker(endpoint, PrefillLink(endpoint, self._security), self._clock)
         else:
-            worker = Worker(endpoint, DecodeLink(endpoint), self._clock)
+            worker = Worker(endpoint, DecodeLink(endpoint, self._security), self._clock)
         try:
             await self._ask(worker)
         except BaseException:
@@ -189,12 +194,15 @@ class WorkerPool:
         avoid: Collection[object] = (),
         reads_back: bool = False,
         home: bytes = b"",
+        limit: int | None = None,
+        reads_from: DecodeWorker | None = None,
     ) -> Pair:
         """Return the pair for an attempt; workers to avoid only serve when there is no other.
 
-        home: what decides which prefill worker is preferred; empty for none.
+        home: what decides which prefill worker is preferred; empty for none. limit: turns that a worker may
+        have a place for. reads_from: whose KV the prefill worker is to read.
 
-        Failure NO_WORKER (with RetryInfo): a leg has no ready worker.
+        Failures: NO_WORKER (with RetryInfo) when a leg has no ready worker, OVERLOADED when one has no place.
         """
         prefills = [w for w in self.prefill if w.ready and served.fits(w.info)]
         if reads_back:
@@ -209,10 +217,18 @@ class WorkerPool:
                     f"no {role} worker is ready",
                     retry_after_s=_NO_WORKER_RETRY_S,
                 )
-        return Pair(
-            self._place_prefill([w for w in prefills if w not in avoid] or prefills, home),
-            self._place_decode([w for w in decodes if w not in avoid] or decodes, prefer_decode),
-        )
+        if limit is not None:
+            prefills = [w for w in prefills if w.places < limit]
+            decodes = [w for w in decodes if w.places < limit]
+            if not prefills or not decodes:
+                raise Failure(Reason.ERROR_REASON_OVERLOADED, "every worker has its turns")
+        prefills = [w for w in prefills if w not in avoid] or prefills
+        if reads_from is not None:
+            prefills = [w for w in prefills if not self.pairs.rests(w, reads_from)] or prefills
+        prefill = self._place_prefill(prefills, home)
+        decodes = [w for w in decodes if w not in avoid] or decodes
+        decodes = [w for w in decodes if not self.pairs.rests(w, prefill)] or decodes
+        return Pair(prefill, self._place_decode(decodes, prefer_decode))
 
     def _all(self) -> list[AnyWorker]:
         return [*self.prefill, *self.decode]
@@ -291,12 +307,11 @@ class WorkerPool:
             await self._ask(worker)
 
     async def _ask(self, worker: AnyWorker) -> None:
-        asked = self._clock.monotonic()
         try:
             info = await worker.link.info(self._settings.info_timeout_s)
-        except LegFailed:
-            slow = self._clock.monotonic() - asked >= self._settings.info_timeout_s
-            changed = worker.not_answered(slow=slow)
+        except LegFailed as failed:
+            # After a pause of this process gRPC may find a fresh deadline over at once: no clock tells.
+            changed = worker.not_answered(slow=failed.late)
         else:
             changed = worker.learned(info)
         if changed:

@@ -25,7 +25,7 @@ VERDICTS = _names(turn_pb2.Verdict.keys(), "VERDICT_")
 REUSE_REASONS = _names(turn_pb2.ReuseReason.keys(), "REUSE_REASON_")
 ERROR_REASONS = _names(errors_pb2.ErrorReason.keys(), "ERROR_REASON_")
 SOURCES = ("p_local", "readback", "d_local", "computed")
-STEPS = ("admit", "lookup", "verdict", "place", "prefill", "lookup_again", "first_chunk", "decode")
+STEPS = ("admit", "queue", "lookup", "verdict", "place", "prefill", "lookup_again", "first_chunk", "decode")
 OUTAGES = (
     *("timeout", "connection", "loading", "readonly", "moved", "cluster_down", "out_of_memory"),
     *("authentication", "permission", "pool", "breaker", "closed", "unfit"),
@@ -119,6 +119,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "turn_retries", "Turns started again before their first chunk, by what failed.", FAILED, of=_ROUTER
     ),
     _counter(
+        "turn_migrations",
+        "Answers that another decode worker took up after they had begun, by what failed.",
+        FAILED,
+        of=_ROUTER,
+    ),
+    _counter(
         "prompt_tokens",
         "Prompt tokens of answered turns, by where their KV came from.",
         ("source", SOURCES),
@@ -132,7 +138,12 @@ CATALOGUE: tuple[Metric, ...] = (
         "reuse_actual_tokens", "Of the expected tokens, those that were not computed again.", of=_ROUTER
     ),
     _gauge("turns_in_flight", "Turns being served.", of=_ROUTER),
-    _gauge("turns_limit", "Turns served at once before more are refused.", of=_ROUTER),
+    _gauge(
+        "turns_queued", "Turns that wait for room here or at workers, ahead of their first leg.", of=_ROUTER
+    ),
+    _gauge("turns_limit", "Turns served at once before more wait.", of=_ROUTER),
+    _gauge("sessions_open", "Sessions that agents hold open.", of=_ROUTER),
+    _gauge("sessions_limit", "Sessions open at once before more are refused.", of=_ROUTER),
     _gauge(
         "router_workers",
         "Workers by role: ready for turns, paused after a failure, or gone.",
@@ -152,6 +163,9 @@ CATALOGUE: tuple[Metric, ...] = (
         "Publications: won, lost to a later turn, put off while the store was away, given up.",
         ("outcome", ("won", "lost", "deferred", "given_up")),
         of=_DECODE,
+    ),
+    _counter(
+        "leases_prolonged", "Times that a lease was prolonged because its session was open.", of=_DECODE
     ),
     _gauge("lease_pins", "Reads in progress.", of=_DECODE),
     _counter("reads_granted", "Reads that a lease's worker allowed.", of=_DECODE),

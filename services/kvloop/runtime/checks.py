@@ -7,7 +7,7 @@ are vLLM's own (checked on 0.29.0), so that a value refused here would have been
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from google.protobuf import duration_pb2
@@ -28,6 +28,35 @@ MAX_EXTRA_ARGS_CHARS = 64 * 1024
 # another host, or at blocks of another tenant.
 _TRANSFER_KEYS = frozenset({"kv_transfer_params", "ec_transfer_params", "transfer_mode", "transfer_id"})
 _TRANSFER_PREFIXES = ("do_remote_", "remote_", "kvloop")
+
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "presence_penalty": (lambda value: -2 <= value <= 2, "must be in [-2, 2]"),
+    "frequency_penalty": (lambda value: -2 <= value <= 2, "must be in [-2, 2]"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "must be positive and finite"),
+    "temperature": (lambda value: 0 <= value <= 2, "must be in [0, 2]"),
+    "top_p": (lambda value: 0 < value <= 1, "must be in (0, 1]"),
+    "top_k": (lambda value: value >= -1, "must be -1, 0 or more"),
+    "min_p": (lambda value: 0 <= value <= 1, "must be in [0, 1]"),
+    "max_tokens": (lambda value: value >= 1, "must be at least 1"),
+    "min_tokens": (lambda value: value >= 0, "must not be negative"),
+    "logprobs": (lambda value: value >= -1, "must be -1, 0 or more"),
+    "prompt_logprobs": (lambda value: value >= -1, "must be -1, 0 or more"),
+    "thinking_token_budget": (lambda value: value >= -1, "must be -1, 0 or more"),
+}
+# What needs more than a comparison.
+_COMPOUND = frozenset(
+    {
+        "stop_token_ids",
+        "allowed_token_ids",
+        "logprob_token_ids",
+        "logit_bias",
+        "stop",
+        "bad_words",
+        "structured_outputs",
+        "repetition_detection",
+        "extra_args_json",
+    }
+)
 
 
 def check_deadline(time_left_s: float | None) -> float:
@@ -100,7 +129,7 @@ def check_prompt(
     length = tokens.count(packed)
     if length >= max_model_len:
         raise _too_long(field, limit=max_model_len - 1, actual=length, what="the prompt")
-    if max(tokens.unpack(packed)) >= vocab_size:
+    if tokens.largest(packed) >= vocab_size:
         raise invalid(field, f"token ids must be below {vocab_size}")
     return length
 
@@ -147,13 +176,16 @@ def check_sampling(sampling: sampling_pb2.SamplingParams, *, vocab_size: int) ->
 
     Failures: INVALID_FIELD, MULTIPLE_COMPLETIONS, TRANSFER_PARAMS_REFUSED.
     """
-    if sampling.HasField("n") and sampling.n != 1:
+    given = {descriptor.name for descriptor, _ in sampling.ListFields()}
+    if "n" in given and sampling.n != 1:
         raise invalid(
             "sampling.n",
             "only 1 is served; fork a conversation for more",
             Reason.ERROR_REASON_MULTIPLE_COMPLETIONS,
         )
-    _check_ranges(sampling)
+    _check_ranges(sampling, given)
+    if given.isdisjoint(_COMPOUND):
+        return
     for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         _check_ids(f"sampling.{name}", getattr(sampling, name), vocab_size)
     _check_ids("sampling.logit_bias", sampling.logit_bias.keys(), vocab_size)
@@ -161,13 +193,13 @@ def check_sampling(sampling: sampling_pb2.SamplingParams, *, vocab_size: int) ->
         raise invalid("sampling.logit_bias", "must be finite")
     _check_strings("sampling.stop", sampling.stop)
     _check_strings("sampling.bad_words", sampling.bad_words)
-    if sampling.stop and sampling.HasField("detokenize") and not sampling.detokenize:
+    if sampling.stop and "detokenize" in given and not sampling.detokenize:
         raise invalid("sampling.stop", "needs detokenize")
-    if sampling.HasField("structured_outputs"):
+    if "structured_outputs" in given:
         _check_structured(sampling.structured_outputs)
-    if sampling.HasField("repetition_detection"):
+    if "repetition_detection" in given:
         _check_repetition(sampling.repetition_detection)
-    if sampling.HasField("extra_args_json"):
+    if "extra_args_json" in given:
         check_extra_args(sampling.extra_args_json)
 
 
@@ -187,24 +219,11 @@ def check_extra_args(text: str) -> None:
         )
 
 
-def _check_ranges(sampling: sampling_pb2.SamplingParams) -> None:
-    def check(name: str, fits: bool, rule: str) -> None:
-        if sampling.HasField(name) and not fits:  # type: ignore[arg-type]
+def _check_ranges(sampling: sampling_pb2.SamplingParams, given: Set[str]) -> None:
+    for name, (fits, rule) in _RANGES.items():
+        if name in given and not fits(getattr(sampling, name)):
             raise invalid(f"sampling.{name}", rule)
-
-    check("presence_penalty", -2 <= sampling.presence_penalty <= 2, "must be in [-2, 2]")
-    check("frequency_penalty", -2 <= sampling.frequency_penalty <= 2, "must be in [-2, 2]")
-    check("repetition_penalty", 0 < sampling.repetition_penalty < math.inf, "must be positive and finite")
-    check("temperature", 0 <= sampling.temperature <= 2, "must be in [0, 2]")
-    check("top_p", 0 < sampling.top_p <= 1, "must be in (0, 1]")
-    check("top_k", sampling.top_k >= -1, "must be -1, 0 or more")
-    check("min_p", 0 <= sampling.min_p <= 1, "must be in [0, 1]")
-    check("max_tokens", sampling.max_tokens >= 1, "must be at least 1")
-    check("min_tokens", sampling.min_tokens >= 0, "must not be negative")
-    check("logprobs", sampling.logprobs >= -1, "must be -1, 0 or more")
-    check("prompt_logprobs", sampling.prompt_logprobs >= -1, "must be -1, 0 or more")
-    check("thinking_token_budget", sampling.thinking_token_budget >= -1, "must be -1, 0 or more")
-    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+    if "max_tokens" in given and sampling.min_tokens > sampling.max_tokens:
         raise invalid("sampling.min_tokens", "must not exceed max_tokens")
 
 

@@ -36,6 +36,11 @@ def prefix_digests(key: bytes, packed: bytes, lengths: Sequence[int]) -> list[by
     return digests
 
 
+def hint_group(key: bytes) -> bytes:
+    """Return the 16-byte name under which the holders of a digest key hint at each other's leases."""
+    return hashlib.blake2b(b"kvloop hint group v1", key=key[:64], digest_size=DIGEST_BYTES).digest()
+
+
 def proof_lengths(num_tokens: int, block_size: int) -> list[int]:
     """Return every block border up to num_tokens, and num_tokens itself."""
     borders = list(range(block_size, num_tokens + 1, block_size))

@@ -107,32 +107,45 @@ def from_rpc_error(error: grpc.RpcError, fallback: "errors_pb2.ErrorReason.Value
     A fallback failure keeps only the gRPC code's name: a peer's own text may hold what must not travel.
     """
     status = rpc_status.from_call(error) if hasattr(error, "trailing_metadata") else None
-    failure: Failure | None = None
-    if status is not None:
-        field = None
-        retry = None
-        found: error_details_pb2.ErrorInfo | None = None
-        for detail in status.details:
-            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-                found = error_details_pb2.ErrorInfo()
-                detail.Unpack(found)
-            elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-                bad = error_details_pb2.BadRequest()
-                detail.Unpack(bad)
-                field = bad.field_violations[0].field if bad.field_violations else None
-            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-                info = error_details_pb2.RetryInfo()
-                detail.Unpack(info)
-                retry = info.retry_delay.ToNanoseconds() / 1e9
-        if found is not None and found.domain == DOMAIN and _PREFIX + found.reason in _REASONS:
-            failure = Failure(
-                Reason.Value(_PREFIX + found.reason),
-                status.message,
-                field=field,
-                metadata=found.metadata,
-                retry_after_s=retry,
-            )
+    failure = _from_details(status) if status is not None else None
     if failure is not None:
         return failure
     code = error.code() if hasattr(error, "code") else None
-    return Failure(fallback, f"peer answered {code.name if code else 'nothing'}")
+    return unexplained(code.name if code else "nothing", fallback)
+
+
+def from_status(status: status_pb2.Status, fallback: "errors_pb2.ErrorReason.ValueType") -> Failure:
+    """Return the failure that a status means, as from_rpc_error."""
+    return _from_details(status) or unexplained(code_pb2.Code.Name(status.code), fallback)
+
+
+def unexplained(answer: str, reason: "errors_pb2.ErrorReason.ValueType") -> Failure:
+    """Return the failure of a call that ended with a gRPC code, or nothing, and no reason."""
+    return Failure(reason, f"peer answered {answer}")
+
+
+def _from_details(status: status_pb2.Status) -> Failure | None:
+    field = None
+    retry = None
+    found: error_details_pb2.ErrorInfo | None = None
+    for detail in status.details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            found = error_details_pb2.ErrorInfo()
+            detail.Unpack(found)
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            field = bad.field_violations[0].field if bad.field_violations else None
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            info = error_details_pb2.RetryInfo()
+            detail.Unpack(info)
+            retry = info.retry_delay.ToNanoseconds() / 1e9
+    if found is None or found.domain != DOMAIN or _PREFIX + found.reason not in _REASONS:
+        return None
+    return Failure(
+        Reason.Value(_PREFIX + found.reason),
+        status.message,
+        field=field,
+        metadata=found.metadata,
+        retry_after_s=retry,
+    )

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvloop.runtime import logs
 from kvloop.runtime.channels import SERVER_OPTIONS
+from kvloop.runtime.security import PLAIN, Security, TokenGuard
 from kvloop.runtime.servicing import ParseGuard
 
 LIVENESS = "liveness"
@@ -45,8 +46,15 @@ class App(Protocol):
 class GrpcServer:
     """A grpc.aio server with health and reflection."""
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self.server = grpc.aio.server(interceptors=(ParseGuard(),), options=SERVER_OPTIONS)
+    def __init__(
+        self, service_names: Sequence[str], security: Security = PLAIN, *, for_peers: bool = False
+    ) -> None:
+        """Make the server; one for peers asks callers for certificates and the worker token, where given."""
+        guards: list[grpc.aio.ServerInterceptor] = [ParseGuard()]
+        if for_peers and security.tokens is not None:
+            guards.insert(0, TokenGuard(security.tokens))
+        self.server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
+        self._credentials = security.server_credentials(ask_clients=for_peers)
         self._health = health.aio.HealthServicer()
         self._ready_names = ("", *service_names)
         self.ready = False
@@ -60,7 +68,10 @@ class GrpcServer:
         Raises ServerError.
         """
         try:
-            port = self.server.add_insecure_port(listen)
+            if self._credentials is None:
+                port = self.server.add_insecure_port(listen)
+            else:
+                port = self.server.add_secure_port(listen, self._credentials)
         except RuntimeError as error:
             raise ServerError(f"can't listen on {listen}") from error
         await self.server.start()

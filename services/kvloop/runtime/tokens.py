@@ -4,6 +4,8 @@ import sys
 from array import array
 from collections.abc import Iterable
 
+import numpy as np
+
 TOKEN_BYTES = 4
 
 _TYPECODE = next(code for code in ("I", "L") if array(code).itemsize == TOKEN_BYTES)
@@ -30,6 +32,11 @@ def unpack(packed: bytes) -> list[int]:
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()
+
+
+def largest(packed: bytes) -> int:
+    """Return the largest token id of a packed run that is not empty, without making an int of each."""
+    return int(np.frombuffer(packed, dtype="<u4").max())
 
 
 def count(packed: bytes) -> int:

@@ -11,6 +11,8 @@ _PLACES = {
     "sweep": ("kvloop.cli.bench.sweep:make_command", "TTFT against prompt length, leg by leg."),
     "load": ("kvloop.cli.bench.load:make_command", "Play conversations against a router or server."),
     "leases": ("kvloop.cli.bench.leases:make_command", "What leases cost, and are worth under pressure."),
+    "router": ("kvloop.cli.bench.router:make_command", "What a router costs in time, CPU and memory."),
+    "replicas": ("kvloop.cli.bench.replicas:make_command", "Routers behind HAProxy, killed and restarted."),
     "workload": ("kvloop.cli.bench.workload:make_command", "Write conversations as JSON."),
     "compare": ("kvloop.cli.bench.compare:make_command", "Tell a change between two runs from noise."),
     "report": ("kvloop.cli.bench.report:make_command", "Summary and pictures of a sweep, anew."),

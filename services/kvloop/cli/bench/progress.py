@@ -39,4 +39,8 @@ class Bar:
         """Take a request in."""
         size = f" {record.nominal_tokens:,}" if record.nominal_tokens else ""
         what = "failed" if record.error else record.verdict.lower()
-        self._progress.update(self._task, advance=1, description=f"{record.leg}{size} {what}")
+        self.count(f"{record.leg}{size} {what}")
+
+    def count(self, description: str) -> None:
+        """Take a request in, as it is described."""
+        self._progress.update(self._task, advance=1, description=description)

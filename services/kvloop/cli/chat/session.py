@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -12,8 +13,9 @@ from rich.table import Table
 from kvloop.cli.chat.conversation import Conversation
 from kvloop.cli.chat.lines import turn_line
 from kvloop.cli.chat.rendering import Renderer
-from kvloop.cli.client import RouterClient, Turn
+from kvloop.cli.client import dial, spoken
 from kvloop.cli.errors import CommandFailed
+from kvloop.client import CallFailed
 from kvloop.v1alpha1 import sampling_pb2, turn_pb2
 
 HELP = """\
@@ -24,6 +26,9 @@ HELP = """\
 /help        this list
 /quit        leave (so does the end of input)
 Ctrl-C ends an answer; what was generated so far stays in the conversation."""
+
+# What was generated of an answer that was cut off is history too.
+_HOLD = turn_pb2.Retention(hold=True, hold_on_cancel=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class ChatSession:
         self._console = console
         self._conversation = Conversation(renderer, options.system)
         self._all = [self._conversation]
-        self._client = self._runner.run(_connect(router, token))
+        self._client = dial(router, token)
         self._actions: dict[str, Callable[[], bool]] = {
             "/new": self._new,
             "/fork": self._fork,
@@ -65,20 +70,21 @@ class ChatSession:
                 if text and not self._serve(text):
                     break
         finally:
-            with contextlib.suppress(CommandFailed, KeyboardInterrupt):
+            with contextlib.suppress(CallFailed, KeyboardInterrupt):
                 self._runner.run(self._leave())
             self._runner.close()
 
     def _serve(self, text: str) -> bool:
         """Serve one line; False ends the chat. Expected failures are told and the chat goes on."""
         try:
-            if text.startswith("/"):
-                action = self._actions.get(text)
-                if action is None:
-                    self._note(f"no command {text.split(maxsplit=1)[0]}; /help lists them")
-                    return True
-                return action()
-            self._turn(self._conversation.ask(text))
+            with spoken():
+                if text.startswith("/"):
+                    action = self._actions.get(text)
+                    if action is None:
+                        self._note(f"no command {text.split(maxsplit=1)[0]}; /help lists them")
+                        return True
+                    return action()
+                self._turn(self._conversation.ask(text))
         except CommandFailed as failure:
             self._note(str(failure), style="red")
         return True
@@ -108,23 +114,25 @@ class ChatSession:
 
     async def _answer(self, prompt: list[int]) -> None:
         conversation = self._conversation
-        turn = Turn(
-            prompt=prompt,
+        begun = time.perf_counter()
+        events = self._client.turn(
+            prompt,
             conversation_id=conversation.id,
             parent_conversation_id=conversation.parent_id,
             sampling=self._options.sampling,
+            retention=_HOLD,
             model=self._options.model,
         )
         generated: list[int] = []
         summary: turn_pb2.Summary | None = None
         ttft_s: float | None = None
         try:
-            async for piece in self._client.generate(turn):
-                if piece.token_ids and ttft_s is None:
-                    ttft_s = piece.since_start_s
-                generated.extend(piece.token_ids)
-                summary = piece.summary or summary
-                sys.stdout.write(piece.text)
+            async for event in events:
+                if event.token_ids and ttft_s is None:
+                    ttft_s = time.perf_counter() - begun
+                generated.extend(event.token_ids)
+                summary = event.summary or summary
+                sys.stdout.write(event.text)
                 sys.stdout.flush()
         finally:
             # What was generated is part of the history, also when the answer was cut off: D holds it.
@@ -156,7 +164,7 @@ class ChatSession:
     def _leases(self) -> bool:
         table = Table("conversation", "lease", "tokens", "time left", "worker", box=None, pad_edge=False)
         for conversation in self._all:
-            lease = self._runner.run(self._client.conversation(conversation.id, self._options.model))
+            lease = self._runner.run(self._client.get(conversation.id, model=self._options.model))
             if lease is not None:
                 left = f"{lease.remaining_time.ToTimedelta().total_seconds():.0f} s"
                 row = (conversation.id, lease.lease_id, str(lease.num_tokens), left, lease.decode_worker)
@@ -180,7 +188,7 @@ class ChatSession:
 
     async def _end(self, conversation: Conversation) -> None:
         self._all.remove(conversation)
-        await self._client.end_conversation(conversation.id, model=self._options.model)
+        await self._client.end(conversation.id, model=self._options.model)
 
     async def _leave(self) -> None:
         try:
@@ -189,8 +197,3 @@ class ChatSession:
                     await self._end(conversation)
         finally:
             await self._client.close()
-
-
-async def _connect(router: str, token: str | None) -> RouterClient:
-    # A channel belongs to the loop that runs when it is made.
-    return RouterClient(router, token)

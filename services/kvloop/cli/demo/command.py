@@ -83,7 +83,7 @@ async def _demo(engine: str, model: str, out: Path, max_tokens: int, logs: Path 
 
 
 async def _record(engine: str, model: str, max_tokens: int, folder: Path, console: "Console") -> "DemoRecord":
-    from kvloop.cli.client import RouterClient
+    from kvloop.cli.client import spoken
     from kvloop.cli.demo import script
     from kvloop.cli.demo.play import Player, PrefillInfo
     from kvloop.cli.demo.record import DemoRecord
@@ -91,6 +91,7 @@ async def _record(engine: str, model: str, max_tokens: int, folder: Path, consol
     from kvloop.cli.demo.words import WordRenderer
     from kvloop.cli.supervisor.board import Board
     from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
+    from kvloop.client import ONCE, Client
 
     # P computes while D waits, so on a CPU it may have every core; both legs run on the same engines.
     prefill = {"enable_prefix_caching": False, "omp_threads": min(4, os.cpu_count() or 1)}
@@ -104,13 +105,14 @@ async def _record(engine: str, model: str, max_tokens: int, folder: Path, consol
         async with fleet:
             board.finish()
             info = PrefillInfo(fleet.endpoint("prefill-0"))
-            router = RouterClient(fleet.endpoint("router-0"))
+            router = Client(fleet.endpoint("router-0"), retry=ONCE)
             try:
                 facts = await info.read()
                 renderer = await reading or WordRenderer(facts.vocab_size)
                 with Display(console, len(script.turns())) as display:
                     player = Player(router, info, renderer, max_tokens, display.told)
-                    on, off = await _unless_crashed(fleet, player)
+                    with spoken():
+                        on, off = await _unless_crashed(fleet, player)
             finally:
                 await router.close()
                 await info.close()

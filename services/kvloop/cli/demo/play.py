@@ -7,6 +7,7 @@ cache salt, so that no prefix cache of one serves the other.
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ import grpc
 from kvloop.cli.chat.conversation import Conversation
 from kvloop.cli.chat.lines import reason_of, verdict_of
 from kvloop.cli.chat.rendering import Renderer
-from kvloop.cli.client import RouterClient, Turn
 from kvloop.cli.demo import script
 from kvloop.cli.demo.record import TurnRecord
 from kvloop.cli.errors import CommandFailed
+from kvloop.client import Client
 from kvloop.runtime.channels import open_channel
 from kvloop.v1alpha1 import prefill_service_pb2, prefill_service_pb2_grpc, sampling_pb2, turn_pb2, worker_pb2
 
@@ -76,7 +77,7 @@ class Player:
     """Plays the script over one router."""
 
     def __init__(
-        self, router: RouterClient, info: PrefillInfo, renderer: Renderer, max_tokens: int, told: Told
+        self, router: Client, info: PrefillInfo, renderer: Renderer, max_tokens: int, told: Told
     ) -> None:
         self._router = router
         self._info = info
@@ -93,7 +94,7 @@ class Player:
         )
 
     async def play(self) -> tuple[list[TurnRecord], list[TurnRecord]]:
-        """Return the records of the legs with and without reuse. Raises CommandFailed."""
+        """Return the records of the legs with and without reuse. Raises CommandFailed, CallFailed."""
         run = secrets.token_hex(6)
         off = Leg("off", reuse=False, conversation_id=f"demo-{run}-off", cache_salt=f"{run}-off")
         on = Leg("on", reuse=True, conversation_id=f"demo-{run}-on", cache_salt=f"{run}-on")
@@ -104,30 +105,31 @@ class Player:
             for leg in (off, on):
                 records[leg.name].append(await self._turn(number, prompt, leg))
             history.answered(prompt, records["off"][-1].token_ids)
-        await self._router.end_conversation(on.conversation_id, cache_salt=on.cache_salt)
+        await self._router.end(on.conversation_id, cache_salt=on.cache_salt)
         return records["on"], records["off"]
 
     async def _turn(self, number: int, prompt: list[int], leg: Leg) -> TurnRecord:
         self._told(leg.name, number, None)
         before = (await self._info.read()).counters
-        turn = Turn(
-            prompt=prompt,
+        begun = time.perf_counter()
+        events = self._router.turn(
+            prompt,
             conversation_id=leg.conversation_id,
             cache_salt=leg.cache_salt,
             sampling=self._sampling,
+            retention=turn_pb2.Retention(hold=leg.reuse),
             reuse=leg.reuse,
-            hold=leg.reuse,
         )
         ids: list[int] = []
         texts: list[str] = []
         ttft_s: float | None = None
         summary: turn_pb2.Summary | None = None
-        async for piece in self._router.generate(turn):
-            if piece.token_ids and ttft_s is None:
-                ttft_s = piece.since_start_s
-            ids.extend(piece.token_ids)
-            texts.append(piece.text)
-            summary = piece.summary or summary
+        async for event in events:
+            if event.token_ids and ttft_s is None:
+                ttft_s = time.perf_counter() - begun
+            ids.extend(event.token_ids)
+            texts.append(event.text)
+            summary = event.summary or summary
         if summary is None or ttft_s is None:
             raise CommandFailed(f"turn {number} of the leg {leg.name} got no answer")
         after = await self._info.after(before, len(prompt))

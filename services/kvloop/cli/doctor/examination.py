@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvloop.cli.client import RouterClient
+from kvloop.cli.client import dial
 from kvloop.cli.doctor import network, transport, workers
 from kvloop.cli.doctor.findings import Finding, Status, warn
 from kvloop.cli.doctor.live import check_live_read
 from kvloop.cli.doctor.machine import Machine
 from kvloop.cli.doctor.workers import Seen
+from kvloop.client import ONCE
 from kvloop.metastore.port import DirectoryUnavailable
 
 
@@ -27,7 +28,7 @@ class Deployment:
 async def examine(deployment: Deployment, machine: Machine | None) -> list[Finding]:
     """Return all findings. machine: this host, when engines run on it."""
     store = network.open_patient_store(deployment.store) if deployment.store else None
-    client = RouterClient(deployment.router, deployment.token)
+    client = dial(deployment.router, deployment.token, ONCE)
     try:
         findings: list[Finding] = []
         prefill, decode = list(deployment.prefill), list(deployment.decode)
@@ -52,7 +53,7 @@ async def examine(deployment: Deployment, machine: Machine | None) -> list[Findi
         findings += stored
         if store is not None and all(finding.status is not Status.FAIL for finding in stored):
             findings.append(await network.check_registry(store, seen))
-        routed = await network.check_router(client)
+        routed = await network.check_router(client, deployment.router)
         findings.append(routed)
         if routed.status is Status.OK:
             infos = [worker.info for worker in seen if worker.info is not None]

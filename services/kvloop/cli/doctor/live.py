@@ -3,9 +3,10 @@
 import secrets
 from collections.abc import Sequence
 
-from kvloop.cli.client import RouterClient, Turn
+from kvloop.cli.client import spoken
 from kvloop.cli.doctor.findings import Finding, fail, ok, warn
 from kvloop.cli.errors import CommandFailed
+from kvloop.client import Client
 from kvloop.v1alpha1 import sampling_pb2, turn_pb2, worker_pb2
 
 NAME = "live-read"
@@ -29,7 +30,7 @@ _REMEDIES = {
 }
 
 
-async def check_live_read(client: RouterClient, infos: Sequence[worker_pb2.WorkerInfo]) -> Finding:
+async def check_live_read(client: Client, infos: Sequence[worker_pb2.WorkerInfo]) -> Finding:
     """Play two tiny turns and judge the second; what they leave is let go of."""
     threshold = max((info.kv_recompute_threshold for info in infos), default=64)
     block = max((info.block_size for info in infos), default=32)
@@ -51,11 +52,12 @@ async def check_live_read(client: RouterClient, infos: Sequence[worker_pb2.Worke
     conversation = f"kvloop-doctor-{secrets.token_hex(8)}"
     prompt = some(2 * block)
     try:
-        got, _ = await _play(client, conversation, prompt, answer)
-        # Not the whole of what is held: a decode worker could go on from that without any read.
-        history = [*prompt, *got][:-_CUT]
-        _, summary = await _play(client, conversation, [*history, *some(block)], 1)
-        await client.end_conversation(conversation)
+        with spoken():
+            got, _ = await _play(client, conversation, prompt, answer)
+            # Not the whole of what is held: a decode worker could go on from that without any read.
+            history = [*prompt, *got][:-_CUT]
+            _, summary = await _play(client, conversation, [*history, *some(block)], 1)
+            await client.end(conversation)
     except CommandFailed as error:
         return fail(NAME, f"a turn failed: {error}", "see the other findings, and the router's log")
     return judge(summary)
@@ -89,13 +91,12 @@ def judge(summary: turn_pb2.Summary) -> Finding:
 
 
 async def _play(
-    client: RouterClient, conversation: str, prompt: list[int], max_tokens: int
+    client: Client, conversation: str, prompt: list[int], max_tokens: int
 ) -> tuple[list[int], turn_pb2.Summary]:
     sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     ids: list[int] = []
     summary = turn_pb2.Summary()
-    async for piece in client.generate(Turn(prompt, conversation, sampling)):
-        ids += piece.token_ids
-        if piece.summary is not None:
-            summary = piece.summary
+    async for event in client.turn(prompt, conversation_id=conversation, sampling=sampling):
+        ids += event.token_ids
+        summary = event.summary or summary
     return ids, summary

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 
 import grpc
 
-from kvloop.cli.client import RouterClient
+from kvloop.cli.client import spoken
 from kvloop.cli.doctor.findings import Finding, fail, ok, warn
 from kvloop.cli.doctor.workers import Seen, left_at_loopback
 from kvloop.cli.errors import CommandFailed
+from kvloop.client import Client
 from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable, FitnessReport, Level
 from kvloop.runtime import endpoints
-from kvloop.runtime.channels import open_channel
+from kvloop.runtime.security import from_environment
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -28,7 +29,7 @@ STORE_S = 2.0
 async def ask(role: str, endpoint: str) -> Seen:
     """Return a worker with its facts, if it tells them."""
     try:
-        async with open_channel(endpoint) as channel:
+        async with from_environment().channel(endpoint) as channel:
             if role == "prefill":
                 prefill = prefill_service_pb2_grpc.PrefillServiceStub(channel)
                 asked = prefill_service_pb2.PrefillServiceGetInfoRequest()
@@ -136,11 +137,12 @@ async def check_registry(store: Store, workers: Sequence[Seen]) -> Finding:
     return ok(name, f"{len(registered)} workers registered")
 
 
-async def check_router(client: RouterClient) -> Finding:
+async def check_router(client: Client, endpoint: str) -> Finding:
     """Tell whether the router answers and takes the credentials."""
     try:
-        await client.conversation("kvloop-doctor-no-such-conversation")
+        with spoken():
+            await client.get("kvloop-doctor-no-such-conversation")
     except CommandFailed as error:
         text, _, remedy = str(error).partition("; ")
         return fail("router", text, remedy or "look at the router's log and at its workers")
-    return ok("router", f"answers at {client.endpoint}")
+    return ok("router", f"answers at {endpoint}")

@@ -160,8 +160,10 @@ class Fleet:
             environment = part_environment({STORE_PASSWORD: self._store_password}, ())
             return Command(store_program(port, part.ready_path), environment)
         values = dict(self._settings[part.name])
-        if port := _port(part.endpoint):
-            host = str(values.get("listen", HOST)).rpartition(":")[0] or HOST
+        listen = str(values.get("listen", HOST))
+        # A port that was asked for stays; the endpoint may be another one, by which others reach it.
+        if not _port(listen) and (port := _port(part.endpoint)):
+            host = listen.rpartition(":")[0] or HOST
             values["listen"] = f"{host}:{port}"
         workers = {role: self.endpoints(role) for role in _ANY_WORKER} if is_router(part.name) else {}
         file = self._files.write(part.name, values, self._links(part.name, workers, self.store_url))
@@ -169,17 +171,21 @@ class Fleet:
         environment = part_environment(self.plan.environment, names)
         return Command(serve_program(role_of(part.name), file, part.ready_path), environment)
 
-    @staticmethod
-    def _links(name: str, workers: Mapping[str, Sequence[str]], store_url: str) -> dict[str, Any]:
+    def _links(self, name: str, workers: Mapping[str, Sequence[str]], store_url: str) -> dict[str, Any]:
         """Return what ties a part to the others; each takes the settings that it knows."""
         links: dict[str, Any] = {
             "listen": f"{HOST}:0",
             "directory_url": store_url,
             "drain_limit_s": _DRAIN_LIMIT_S,
             "worker_id": name,
+            "router_id": name,
         }
         if is_router(name):
             links |= {f"{role}_endpoints": list(found) for role, found in workers.items()}
+            # A store of our own knows our workers only: it tells of load and drains, and of later ones. A
+            # router that the plan gives workers of its own keeps to them.
+            named = self._settings[name].keys() & {f"{role}_endpoints" for role in _ANY_WORKER}
+            links["discover"] = self.plan.store_url is None and not named
         return links
 
     async def _together(self, starts: Iterable[Coroutine[Any, Any, str]]) -> None:
@@ -200,7 +206,7 @@ class Fleet:
 
 def _port(endpoint: str | None) -> int:
     """Return an endpoint's port; 0, which takes any, without one."""
-    return int(endpoint.rpartition(":")[2]) if endpoint else 0
+    return int(endpoint.rpartition(":")[2]) if endpoint and ":" in endpoint else 0
 
 
 __all__ = ["Fleet", "FleetPlan", "PartFailed"]

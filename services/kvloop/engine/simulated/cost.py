@@ -1,4 +1,5 @@
-"""What things cost, in seconds. Fitted to measured runs; "instant" costs nothing.
+"""What things cost, in seconds. Fitted to measured runs; "instant" costs nothing, "paced"
+nothing but the time between two tokens.
 
 qwen3-32b-h200: two H200s on NVLink, bf16, cross-layer blocks. Its terms give 908 ms for an 8k prompt
 computed anew and 49 ms for a suffix of 160 tokens after 24k tokens of history, as measured.
@@ -69,6 +70,7 @@ _QWEN3_32B = CostModel(
 
 PRESETS: dict[str, CostModel] = {
     "instant": CostModel(),
+    "paced": CostModel(decode_base_s=20e-3),
     "qwen3-32b-h200": _QWEN3_32B,
     # One descriptor per layer and block: vLLM's default layout.
     "qwen3-32b-h200-per-layer": CostModel(

@@ -111,7 +111,6 @@ class HoldTable:
         if deadline > held.deadline:
             held.deadline = deadline
             self._expect(deadline, held.lease_id)
-        self._table.move_to_end(held.lease_id)
 
     def release(self, lease_id: str) -> bool:
         """End a hold as asked; while pinned it is doomed instead. False when there is none."""

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvloop.engine.port import (
 )
 from kvloop.engine.settings import SMOLLM2, EngineSettings, Role, resolve
 from kvloop.engine.vllm import outputs, transfer
+from kvloop.engine.vllm.continuing import PromptText
 from kvloop.engine.vllm.holds import SETTLE_S, HoldTable, gone
 from kvloop.engine.vllm.lifecycle import Core
 from kvloop.engine.vllm.stats import Counters
@@ -192,6 +193,7 @@ class VllmEngine(HoldTable):
             legs.decode_leg(job.sampling), defaults=self._defaults, transfer=transfer.decode(job)
         )
         turn_id = transfer.decode_turn_id(job)
+        prompt_text = self._prompt_text(ids, params)
         stream = await self._submit(job, ids, params, turn_id)
         known = len(ids)
         told = False
@@ -210,7 +212,7 @@ class VllmEngine(HoldTable):
                 known += len(new)
                 delta = DecodeDelta(
                     token_ids=new,
-                    text=completion.text,
+                    text=prompt_text.less(completion.text),
                     logprobs=outputs.positions(completion.logprobs, new),
                 )
                 if reason is None:
@@ -302,6 +304,16 @@ class VllmEngine(HoldTable):
         checks.check_prompt(prompt, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
         checks.check_sampling(sampling, vocab_size=facts.vocab_size)
         return tokens.unpack(prompt)
+
+    def _prompt_text(self, ids: list[int], params: Any) -> PromptText:
+        tokenizer = self._llm().tokenizer
+        if tokenizer is None or not params.detokenize:
+            return PromptText(())
+
+        def decode(part: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(part), skip_special_tokens=params.skip_special_tokens))
+
+        return PromptText(ids, decode)
 
     def _lora(self, adapter: str) -> Any:
         if not adapter:

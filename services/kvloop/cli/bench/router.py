@@ -1,0 +1,263 @@
+"""`kvloop bench router`: what a router costs, on simulated engines and a real store."""
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloop.cli.errors import EXIT_FAILED, say, sentences, write_line
+
+if TYPE_CHECKING:
+    from kvloop.bench.router import Process
+    from kvloop.bench.router_traffic import Way, Workers
+    from kvloop.cli.supervisor.fleet import Fleet
+
+_BLOCK = 128
+"""Large blocks keep the simulated engines' own work small."""
+# A busy machine gets fewer samples rather than more time.
+_FIRST_CHUNKS_S = 45.0
+_CPU_S = 120.0
+
+
+def make_command() -> Any:
+    """Return the command."""
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command("router")(router)
+    return typer.main.get_command(single)
+
+
+@sentences
+def router(
+    *,
+    pairs: Annotated[int, typer.Option(min=10, help="Turns each way for the first chunk.")] = 300,
+    turns: Annotated[int, typer.Option(min=100, help="Turns each way for CPU, 500 tokens.")] = 3200,
+    long_turns: Annotated[int, typer.Option(min=50, help="The same, 24k tokens.")] = 800,
+    memory_turns: Annotated[int, typer.Option(min=5000, help="Turns for the memory slope.")] = 50_000,
+    memory_limit_s: Annotated[float, typer.Option(min=5, help="Fewer turns when these take longer.")] = 200.0,
+    vllm_router: Annotated[
+        Path | None,
+        typer.Option(metavar="PROGRAM", help="A vllm-router to compare with. [default: on the PATH]"),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes.")] = Path(
+        "out/router.json"
+    ),
+) -> None:
+    """Measure the router as a process of its own, in less than ten minutes."""
+    import uvloop
+
+    from kvloop.bench.router import missed
+
+    found = str(vllm_router.absolute()) if vllm_router is not None else shutil.which("vllm-router")
+    plan = _Plan(pairs, turns, long_turns, memory_turns, memory_limit_s, found)
+    record = uvloop.run(_measure(plan))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    write_line(
+        sys.stdout, json.dumps({key: value for key, value in record.items() if key != "samples"}, indent=2)
+    )
+    problems = missed(record)
+    for problem in problems:
+        say(problem)
+    sys.exit(EXIT_FAILED if problems else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    pairs: int
+    turns: int
+    long_turns: int
+    memory_turns: int
+    memory_limit_s: float
+    vllm_router: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """What is measured, running."""
+
+    fleet: "Fleet"
+    workers: "Workers"
+    router: "Process"
+
+
+@asynccontextmanager
+async def _stand(preset: str, folder: Path) -> AsyncIterator[_Stand]:
+    from kvloop.bench.router import Process
+    from kvloop.bench.router_traffic import facts
+    from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
+
+    workers = {
+        "engine": "simulated",
+        "block_size": _BLOCK,
+        "max_model_len": 32_768,
+        "directory_timeout_ms": 2000.0,
+        "extra_engine_args": {"preset": preset},
+    }
+    patient = {"directory_timeout_ms": 2000.0}
+    async with Fleet(FleetPlan(workers=workers, routers=[patient]), folder) as fleet:
+        pid = fleet.parts["router-0"].pid
+        assert pid is not None
+        known = await facts(fleet.endpoint("prefill-0"), fleet.endpoint("decode-0"))
+        yield _Stand(fleet, known, Process(pid))
+
+
+@asynccontextmanager
+async def _pass_through(stand: _Stand, folder: Path) -> AsyncIterator[tuple[str, "Process"]]:
+    from kvloop.bench import router_passthrough
+    from kvloop.bench.router import Process
+    from kvloop.cli.supervisor.part import Command, Part
+    from kvloop.cli.supervisor.plan import part_environment
+
+    part = Part("pass-through", folder)
+    arguments = [sys.executable, "-m", router_passthrough.__name__, stand.workers.prefill]
+    arguments += [stand.workers.decode, str(part.ready_path)]
+    await part.spawn(Command(arguments, part_environment({}, ())))
+    try:
+        endpoint = await part.wait_ready(120)
+        assert part.pid is not None
+        yield endpoint, Process(part.pid)
+    finally:
+        await part.stop(2.0)
+
+
+@asynccontextmanager
+async def _vllm_router(
+    program: str | None, folder: Path
+) -> AsyncIterator[dict[str, tuple["Way", "Process"]]]:
+    """Yield vllm-router as a way of turns, over workers of its own kind; nothing where there is none."""
+    if program is None:
+        yield {}
+        return
+    from kvloop.bench import router_peer
+    from kvloop.bench.router import Process
+    from kvloop.cli.supervisor.part import Command, Part
+    from kvloop.cli.supervisor.plan import part_environment
+    from kvloop.metastore.embedded import free_port
+
+    workers, peer = Part("http-workers", folder), Part("vllm-router", folder)
+    environment = part_environment({}, ())
+    serve = [sys.executable, "-m", router_peer.__name__, str(workers.ready_path)]
+    ports = free_port(), free_port()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(workers.stop, 2.0)
+        await workers.spawn(Command(serve, environment))
+        decode = await workers.wait_ready(120)
+        arguments = [program, "--vllm-pd-disaggregation", "--policy", "round_robin"]
+        arguments += ["--prefill", f"http://{workers.facts['prefill']}", "--decode", f"http://{decode}"]
+        arguments += ["--kv-connector", "nixl", "--host", "127.0.0.1", "--port", str(ports[0])]
+        arguments += ["--prometheus-port", str(ports[1]), "--log-level", "warning"]
+        stack.push_async_callback(peer.stop, 2.0)
+        await peer.spawn(Command(arguments, environment))
+        way = router_peer.ThroughVllmRouter(f"http://127.0.0.1:{ports[0]}")
+        stack.push_async_callback(way.close)
+        async with asyncio.timeout(120):
+            while not await way.ready():
+                if not peer.running:
+                    raise peer.failure()
+                await asyncio.sleep(0.1)
+        assert peer.pid is not None
+        yield {"vllm-router": (way, Process(peer.pid))}
+
+
+async def _measure(plan: _Plan) -> dict[str, Any]:
+    from kvloop.cli.bench import environment
+
+    begun, busy = time.monotonic(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="kvloop-bench-") as folder:
+        paced = await _paced(plan, Path(folder) / "paced")
+        instant = await _instant(plan, Path(folder) / "instant")
+    return {
+        "when": environment.now(),
+        "machine": environment.machine(),
+        "versions": environment.versions(),
+        # Of the whole machine, before and after: what is beyond some two was not ours.
+        "load_average": [round(busy, 1), round(os.getloadavg()[0], 1)],
+        "wall_s": round(time.monotonic() - begun),
+        **{key: value for key, value in {**instant, **paced}.items() if key != "samples"},
+        "samples": instant["samples"] | paced["samples"],
+    }
+
+
+async def _instant(plan: _Plan, folder: Path) -> dict[str, Any]:
+    """Measure what needs engines that take no time."""
+    from kvloop.bench import router as measure
+    from kvloop.bench.router_traffic import PastRouter, ThroughRouter, Way
+
+    async with _stand("instant", folder) as stand, AsyncExitStack() as stack:
+        through = ThroughRouter(stand.fleet.endpoint("router-0"))
+        stack.push_async_callback(through.close)
+        past = PastRouter(stand.workers)
+        stack.push_async_callback(past.close)
+        ways: dict[str, Way] = {"router": through, "direct": past}
+        firsts = {}
+        for name, tokens in (("24k", measure.LONG), ("500", measure.SHORT)):
+            say(f"first chunk, {name} tokens")
+            firsts[name] = await measure.first_chunks(
+                ways, tokens, rounds=plan.pairs, limit_s=_FIRST_CHUNKS_S
+            )
+        asked = await measure.lookups(through, stand.router, stand.fleet.store_url, 200)
+        say(f"memory, {plan.memory_turns:,} turns")
+        memory = await measure.memory(
+            through, stand.router, turns=plan.memory_turns, limit_s=plan.memory_limit_s
+        )
+    rss = memory.pop("samples")
+    return {
+        "added_first_chunk_ms": {name: measure.added(samples) for name, samples in firsts.items()},
+        "first_chunk_ms": {name: measure.median_ms(samples) for name, samples in firsts.items()},
+        "lookups_per_turn": asked["commands"].get("lookup", 0) / asked["turns"],
+        "store_commands": asked,
+        "memory_slope": memory,
+        "samples": {"first_chunk_ms": firsts, "memory": rss},
+    }
+
+
+async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
+    """Measure CPU on engines that give a token every 20 ms."""
+    from kvloop.bench import router as measure
+    from kvloop.bench.router_traffic import PassedThrough, ThroughRouter, Way
+
+    async with (
+        _stand("paced", folder) as stand,
+        _pass_through(stand, folder) as (endpoint, passing),
+        _vllm_router(plan.vllm_router, folder) as peers,
+        AsyncExitStack() as stack,
+    ):
+        through, passed = (
+            ThroughRouter(stand.fleet.endpoint("router-0")),
+            PassedThrough(stand.workers, endpoint),
+        )
+        stack.push_async_callback(through.close)
+        stack.push_async_callback(passed.close)
+        ways: dict[str, tuple[Way, Process]] = {
+            "router": (through, stand.router),
+            "pass-through": (passed, passing),
+        }
+        say(f"CPU, 500 tokens, {plan.turns:,} turns each way")
+        short = await measure.cpu(
+            ways, measure.SHORT, conversations=64, turns=plan.turns, rounds=8, limit_s=_CPU_S
+        )
+        say(f"CPU, 24k tokens, {plan.long_turns:,} turns each way")
+        long = await measure.cpu(
+            ways | peers, measure.LONG, conversations=24, turns=plan.long_turns, rounds=8, limit_s=_CPU_S
+        )
+    each = {name: round(measure.per_turn_ms(short, name), 3) for name in ways}
+    long_each = {name: round(measure.per_turn_ms(long, name), 3) for name in ways | peers}
+    return {
+        "cpu_per_turn_vs_passthrough": round(each["router"] / each["pass-through"], 3),
+        "cpu_per_turn_ms": {"500": each, "24k": long_each},
+        "chunks_per_cpu_second": round(measure.chunks_per_cpu_second(short, "router")),
+        "chunks_per_turn": {name: round(measure.chunks_per_turn(short, name), 1) for name in ways},
+        "vllm_router": "measured" if peers else "not installed",
+        "turns_per_cpu_second": {name: round(1000 / spent) for name, spent in long_each.items()},
+        "samples": {"cpu_500": [m.as_dict() for m in short], "cpu_24k": [m.as_dict() for m in long]},
+    }

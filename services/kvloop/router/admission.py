@@ -1,0 +1,125 @@
+"""Who is let in, and who waits: a bounded line before the first leg, and never one between the legs.
+
+A router serves so many turns at a time, and gives each worker so many. A turn for which there is no room
+waits, first come first served, as long as the line and its patience allow; then it is told when to come back.
+The places at both workers of a turn are taken together, before its first leg.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvloop.router.settings import RouterSettings
+from kvloop.runtime.errors import Failure, Reason
+
+V = TypeVar("V")
+
+
+class Admission:
+    """The room that a router has, and the line for it."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self.running = 0
+        """Turns let in that have not ended."""
+        self._doors: deque[asyncio.Future[None]] = deque()
+        self._places: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Return how many turns wait, for room here or at workers."""
+        return len(self._doors) + len(self._places)
+
+    def close(self) -> None:
+        """Let nobody in any more; those who wait to be let in are told."""
+        self._closed = True
+        for door in self._doors:
+            if not door.done():
+                door.set_result(None)
+
+    async def enter(self, time_left_s: float) -> None:
+        """Take room for a turn, for leave to give back. Failures: OVERLOADED, DRAINING."""
+        limit = self._settings.max_concurrent_turns
+
+        def room() -> bool:
+            if self._closed:
+                raise draining()
+            if self.running >= limit:
+                return False
+            self.running += 1
+            return True
+
+        # Nobody overtakes those who wait.
+        if not (self._doors and not self._closed) and room():
+            return
+        await self._wait(self._doors, lambda: room() or None, time_left_s, "too many turns at once", limit)
+
+    def leave(self) -> None:
+        """Give a turn's room back."""
+        self.running -= 1
+        _wake(self._doors)
+
+    async def place(self, find: Callable[[], V | None], time_left_s: float) -> V:
+        """Return what find returns as soon as it finds places at workers. Failure OVERLOADED."""
+        if not self._places and (found := find()) is not None:
+            return found
+        limit = self._settings.max_turns_per_worker or 0
+        return await self._wait(self._places, find, time_left_s, "every worker has its turns", limit)
+
+    def freed(self) -> None:
+        """Say that a place at a worker is free."""
+        _wake(self._places)
+
+    async def _wait(
+        self,
+        line: "deque[asyncio.Future[None]]",
+        attempt: Callable[[], V | None],
+        time_left_s: float,
+        why: str,
+        limit: int,
+    ) -> V:
+        settings = self._settings
+        if self.waiting >= settings.max_queued_turns:
+            raise self._overloaded(why, limit)
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line.append(mine)
+        try:
+            async with asyncio.timeout(min(settings.queue_timeout_ms / 1000, max(0.0, time_left_s))):
+                while True:
+                    await mine
+                    if (found := attempt()) is not None:
+                        return found
+                    # What is free now does not fit this one; perhaps it fits the next.
+                    at = line.index(mine)
+                    line[at] = mine = asyncio.get_running_loop().create_future()
+                    _wake(line, at + 1)
+        except TimeoutError:
+            raise self._overloaded(why, limit) from None
+        finally:
+            woken = mine.done() and not mine.cancelled()
+            line.remove(mine)
+            if woken:
+                # Whoever leaves the line passes on what it was woken for; there may be more room.
+                _wake(line)
+
+    def _overloaded(self, why: str, limit: int) -> Failure:
+        return Failure(
+            Reason.ERROR_REASON_OVERLOADED,
+            why,
+            metadata={"limit": str(limit), "queued": str(self.waiting)},
+            retry_after_s=self._settings.retry_after_ms / 1000,
+        )
+
+
+def draining() -> Failure:
+    """Return the failure of a turn that comes to a router that is going away."""
+    return Failure(Reason.ERROR_REASON_DRAINING, "this router is going away; use another", retry_after_s=0.1)
+
+
+def _wake(line: "deque[asyncio.Future[None]]", first: int = 0) -> None:
+    for waiting in list(line)[first:]:
+        if not waiting.done():
+            waiting.set_result(None)
+            return

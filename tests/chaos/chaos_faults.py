@@ -1,0 +1,180 @@
+"""The faults of a chaos run, one after the other under traffic."""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+from chaos_fleet import POLL_S, Arena
+from chaos_traffic import Traffic
+
+KINDS = (
+    "kill_decode_mid_stream",
+    "kill_decode_mid_read",
+    *(f"kill_{role}" for role in ("prefill", "decode", "router", "store")),
+    *(f"pause_{role}" for role in ("prefill", "decode", "router", "store")),
+    *(f"drain_{role}" for role in ("prefill", "decode", "router")),
+    *(f"clock_jump_{role}" for role in ("prefill", "decode", "router")),
+    "restart_store_empty",
+    "slow_network_decode",
+)
+DOWN_S = 2.0
+MIN_READY_S = 3.0
+_FIND_S = 60.0
+
+
+@dataclass
+class Fault:
+    """One fault, with times in seconds from the run's start."""
+
+    id: int
+    kind: str
+    target: str
+    time: float
+    until: float = 0.0
+
+
+class Faults:
+    """Strikes one fault after the other."""
+
+    def __init__(self, arena: Arena, traffic: Traffic, *, seed: int) -> None:
+        self.arena = arena
+        self.traffic = traffic
+        self.struck: list[Fault] = []
+        self._dice = random.Random(seed)
+        self._start = time.monotonic()
+
+    async def run(self, kinds: list[str], *, gap_s: tuple[float, float]) -> None:
+        """Strike the given kinds in their order."""
+        for kind in kinds:
+            await asyncio.sleep(self._dice.uniform(*gap_s))
+            await self._strike(kind)
+
+    async def roll(self) -> None:
+        """Restart every router and worker by SIGTERM, one after the other."""
+        for target in self.arena.fleet.names("router", "prefill", "decode"):
+            await self._restart(target)
+            await self.arena.settled()
+            await self.traffic.routers.ready()
+            # As minReadySeconds: a turn that was refused just now must not meet the next one's end.
+            await asyncio.sleep(MIN_READY_S)
+
+    async def _strike(self, kind: str) -> None:
+        special: dict[str, Callable[[], Awaitable[None]]] = {
+            "kill_decode_mid_stream": lambda: self._kill_decode("mid_stream", "kvloop_legs_in_flight"),
+            "kill_decode_mid_read": lambda: self._kill_decode("mid_read", "kvloop_lease_pins"),
+            "pause_store": self._pause_store,
+            "restart_store_empty": self._restart_store,
+            "slow_network_decode": self._slow_network,
+        }
+        if kind in special:
+            await special[kind]()
+            return
+        act, _, role = kind.rpartition("_")
+        acts = {"kill": self._kill, "pause": self._pause, "drain": self._drain, "clock_jump": self._jump}
+        await acts[act](role)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return the faults as they are written."""
+        return [asdict(fault) for fault in self.struck]
+
+    @asynccontextmanager
+    async def _fault(self, kind: str, target: str) -> AsyncIterator[None]:
+        fault = Fault(len(self.struck), kind, target, self._now())
+        self.struck.append(fault)
+        self.traffic.struck(fault.id)
+        try:
+            yield
+        finally:
+            fault.until = self._now()
+            self.traffic.active.discard(fault.id)
+
+    def _now(self) -> float:
+        return round(time.monotonic() - self._start, 2)
+
+    def _target(self, role: str) -> str:
+        return self._dice.choice(self.arena.fleet.names(role))
+
+    async def _kill(self, role: str) -> None:
+        target = self._target(role)
+        async with self._fault(f"kill_{role}", target):
+            await self._kill_and_revive(target)
+
+    async def _kill_decode(self, what: str, metric: str) -> None:
+        target = await self._busy(metric)
+        async with self._fault(f"kill_decode_{what}", target):
+            await self._kill_and_revive(target)
+
+    async def _kill_and_revive(self, target: str) -> None:
+        await self.arena.fleet.kill(target)
+        await asyncio.sleep(DOWN_S)
+        if self.arena.size.revive or not target.startswith(("prefill", "decode")):
+            await self.arena.fleet.start(target)
+
+    async def _busy(self, metric: str) -> str:
+        """Return a decode worker of which a gauge is not zero right now."""
+        names = self.arena.fleet.names("decode")
+        async with asyncio.timeout(_FIND_S):
+            while True:
+                for name in names:
+                    if await self.arena.metric(name, metric) > 0:
+                        return name
+                await asyncio.sleep(POLL_S)
+
+    async def _pause(self, role: str) -> None:
+        target = self._target(role)
+        part = self.arena.fleet.parts[target]
+        async with self._fault(f"pause_{role}", target):
+            part.signal(signal.SIGSTOP)
+            try:
+                await asyncio.sleep(self.arena.size.pause_s)
+            finally:
+                part.signal(signal.SIGCONT)
+
+    async def _drain(self, role: str) -> None:
+        await self._restart(self._target(role))
+
+    async def _restart(self, target: str) -> None:
+        role = target.partition("-")[0]
+        part = self.arena.fleet.parts[target]
+        async with self._fault(f"drain_{role}", target):
+            part.expected_to_end = True
+            part.signal(signal.SIGTERM)
+            async with asyncio.timeout(_FIND_S):
+                code = await part.wait_ended()
+            if code != 0:
+                raise AssertionError(f"{target} ended with exit code {code} after its drain")
+            await self.arena.fleet.start(target)
+
+    async def _jump(self, role: str) -> None:
+        target = self._target(role)
+        async with self._fault(f"clock_jump_{role}", target):
+            for seconds in (3600.0, -3600.0, 0.0):
+                self.arena.move_clock(target, seconds)
+                await asyncio.sleep(DOWN_S)
+
+    async def _slow_network(self) -> None:
+        async with self._fault("slow_network_decode", self.arena.slowed):
+            self.arena.proxy.delay_s = 0.15
+            try:
+                await asyncio.sleep(self.arena.size.pause_s)
+            finally:
+                self.arena.proxy.delay_s = 0.0
+
+    async def _restart_store(self) -> None:
+        async with self._fault("restart_store_empty", "store"):
+            await self.arena.fleet.restart("store")
+
+    async def _pause_store(self) -> None:
+        async with self._fault("pause_store", "store"):
+            server = psutil.Process(self.arena.fleet.parts["store"].facts["server_pid"])
+            server.suspend()
+            try:
+                await asyncio.sleep(self.arena.size.pause_s / 2)
+            finally:
+                server.resume()
