@@ -42,7 +42,7 @@ $(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
 	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas helm demo-cluster
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas helm demo-cluster debian-node test-surface bench-gateway
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -68,6 +68,12 @@ debian-go: # Go, with gRPC's and protobuf's libraries and plugins, from Debian
 	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 	    golang-go golang-google-grpc-dev golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev \
 	    golang-google-genproto-dev protoc-gen-go protoc-gen-go-grpc >/dev/null; }
+
+debian-node: # Node and npm, from Debian
+	@command -v node >/dev/null && command -v npm >/dev/null || { \
+	  echo "== installing nodejs and npm"; \
+	  $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	    nodejs npm >/dev/null; }
 
 demo: model ## A conversation with and without reuse, on real vLLM; writes out/demo.json
 	@$(BIN)/kvloop demo
@@ -118,6 +124,12 @@ bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 
 
 chaos: model ## 200 conversations while processes are killed, paused, drained; writes out/chaos.json
 	@$(BIN)/python tests/chaos/chaos_run.py
+
+bench-gateway: model ## What the gateway adds to a turn, simulated engines; writes out/gateway.json
+	@$(BIN)/kvloop bench gateway
+
+test-surface: model debian-go debian-node ## SDKs and benchmarks of others through kvloop up on real vLLM; writes out/surface.json
+	@$(PYTEST) tests/surface -m vllm
 
 lint: setup-fast ## ruff, mypy, import-linter, buf, stubs fresh
 	@$(BIN)/ruff check .

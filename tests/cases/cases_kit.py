@@ -310,6 +310,14 @@ class Case:
             self._unequal += 1
         assert same(answer, cold), f"differs from cold: {answer.ids} != {cold.ids}"
 
+    def tell(self, answer: Answer) -> None:
+        """Have the record tell of this answer, not of the last one that was expected."""
+        self.record |= {
+            "verdict": answer.verdict,
+            "reason": answer.reason,
+            "bytes_read": answer.readback_bytes,
+        }
+
     def expect(
         self,
         answer: Answer,
@@ -322,11 +330,7 @@ class Case:
         verdicts = {verdict} if isinstance(verdict, str) else set(verdict)
         size, each = self.stack.block_size, self.stack.block_bytes
         got = answer.sources.readback
-        self.record |= {
-            "verdict": answer.verdict,
-            "reason": answer.reason,
-            "bytes_read": answer.readback_bytes,
-        }
+        self.tell(answer)
         ok = answer.verdict in verdicts and answer.reason in reasons
         if readback is not None:
             local = answer.sources.p_local

@@ -63,7 +63,7 @@ async def case(request: pytest.FixtureRequest, stack: Stack, engine: str, router
     running = Case(marker.args[0], marker.args[1], stack, router)
     await running.begin()
     yield running
-    if request.node.stash.get(_failed, False):
+    if not request.node.stash.get(_passed, False):
         await running.close()
         return
     await running.finish()
@@ -74,14 +74,14 @@ async def case(request: pytest.FixtureRequest, stack: Stack, engine: str, router
         _write_records((await stack.info("d1")).engine_version)
 
 
-_failed = pytest.StashKey[bool]()
+_passed = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
-    if report.when == "call" and report.failed:
-        item.stash[_failed] = True
+    if report.when == "call":
+        item.stash[_passed] = report.passed
     return report
 
 

@@ -20,3 +20,4 @@ async def test_handles_that_lie(case: Case, history: list[int], suffix: list[int
     assert two.summary.reuse.retried
     three = await case.turn([*prompt, *two.ids, *suffix])
     case.expect(three, "READBACK", "PROVEN", len(prompt) + len(two.ids) - 1)
+    case.tell(two)

@@ -68,6 +68,7 @@ async def test_other_revision(case: Case, history: list[int], suffix: list[int])
     # The first revision's lease is untouched.
     three = await case.turn(prompt)
     case.expect(three, "READBACK", "PROVEN", len(history) + len(one.ids) - 1)
+    case.tell(two)
     await case.stack.end(case.name(), router="small-direct")
 
 
@@ -86,6 +87,6 @@ async def test_other_adapter(case: Case, history: list[int], suffix: list[int]) 
     three = await case.turn(prompt, adapter="chef")
     case.expect(three, "DIRECT", "PROVEN", 0)
     assert three.sources.d_local == one.summary.lease.num_tokens // stack.block_size * stack.block_size
-    case.record |= {"verdict": two.verdict, "reason": two.reason, "bytes_read": two.readback_bytes}
+    case.tell(two)
     for adapter in ("chef", "poet"):
         await stack.end(case.name(), adapter=adapter, router="small-direct")

@@ -63,7 +63,7 @@ async def test_weights_reloaded(case: Case, history: list[int], suffix: list[int
         assert two.ids != before.ids or two.logprobs != before.logprobs, "the weights are the old ones"
         three = await case.turn([*prompt, *two.ids, *suffix])
         case.expect(three, "READBACK" if case.router == "bare" else "DIRECT", "PROVEN")
-        case.record |= {"verdict": two.verdict, "reason": two.reason, "bytes_read": two.readback_bytes}
+        case.tell(two)
         await case.finish()
     finally:
         restore_weights(stack.model)

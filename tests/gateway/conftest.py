@@ -51,6 +51,7 @@ def gateway(
     started = Gateway(
         {
             "listen": "127.0.0.1:0",
+            "chat_listen": "127.0.0.1:0",
             "router": f"127.0.0.1:{_router.port}",
             "model": str(model_dir),
             "served_model_name": "smollm2",

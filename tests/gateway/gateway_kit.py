@@ -27,7 +27,10 @@ class Gateway:
             )
         wait_until(lambda: ready.exists() or self.process.poll() is not None, _START_S)
         assert ready.exists(), self.log.read_text()[-2000:]
-        self.url = f"http://{json.loads(ready.read_text())['endpoint']}"
+        facts = json.loads(ready.read_text())
+        self.url = f"http://{facts['endpoint']}"
+        self.chat = str(facts["chat"])
+        """host:port of ChatService."""
 
     def stop(self) -> int:
         """End the process; return its exit status."""

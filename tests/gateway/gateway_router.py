@@ -34,7 +34,7 @@ class Turn:
 class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
     """Each turn takes the next script; without one it says the default text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, host: str = "127.0.0.1") -> None:
         self.tokenizer = tokenizer
         self.turns: list[Turn] = []
         self.scripts: list[Script] = []
@@ -43,7 +43,7 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self._server = grpc.server(ThreadPoolExecutor(max_workers=32))
         router_service_pb2_grpc.add_RouterServiceServicer_to_server(self, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.port = self._server.add_insecure_port(f"{host}:0")
         self.set_ready(True)
         self._server.start()
 

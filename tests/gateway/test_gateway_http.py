@@ -299,6 +299,15 @@ def test_deadlines_travel(http: httpx.Client, router: FakeRouter) -> None:
     assert http.post(CHAT, json=BODY, headers={"X-Request-Timeout": "soon"}).status_code == 400
 
 
+def test_trace_context_travels(http: httpx.Client, router: FakeRouter) -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    http.post(CHAT, json=BODY, headers={"traceparent": parent, "tracestate": "vendor=1"})
+    http.post(CHAT, json=BODY, headers={"traceparent": "of nonsense", "tracestate": "vendor=1"})
+    first, second = (turn.metadata for turn in router.turns)
+    assert (first["traceparent"], first["tracestate"]) == (parent, "vendor=1")
+    assert not {"traceparent", "tracestate"} & second.keys()
+
+
 def test_reuse_can_be_forbidden(http: httpx.Client, router: FakeRouter) -> None:
     http.post(CHAT, json=BODY, headers={"X-Kvloop-Reuse": "forbid"})
     assert router.turns[0].request.reuse_policy == 2

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from kvloop.gateway import segments
 from kvloop.gateway.segments import Rendering, SegmentCache
+from kvloop.runtime import tokens
 
 NAMES = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_end|>>", "<file_sep>", "<filename>"]
 SPECIALS = {name: number for number, name in enumerate(NAMES)}
@@ -66,7 +67,9 @@ class Chat:
             self.asked.extend(texts)
             return [self.plain(one) for one in texts]
 
-        return asyncio.run(self.cache.render(tenant, text, encode))
+        rendering = asyncio.run(self.cache.render(tenant, text, encode))
+        assert rendering.packed() == tokens.pack(rendering.ids)
+        return rendering
 
     def decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -179,6 +182,52 @@ def test_answers_with_special_tokens_inside(tokenizer: Tokenizer) -> None:
     again = chat.render(text)
     assert again.ids[: len(rendering.ids) + len(said)] == rendering.ids + said
     assert again.ids != chat.plain(text)
+
+
+@pytest.mark.parametrize("after", ["z", "v"], ids=["what was said", "something else"])
+def test_text_after_an_answer_with_special_tokens_inside(tokenizer: Tokenizer, after: str) -> None:
+    chat = Chat(tokenizer)
+    prompt = "say it "
+    rendering = chat.render(prompt)
+    said = [*chat.plain("hel"), *chat.plain("lo wor"), *chat.plain("ld"), FILENAME, *chat.plain("x")]
+    answer = chat.decode(said)
+    assert len(said) != len(chat.plain(answer))
+    chat.cache.remember("t", rendering, answer, said)
+    # No special token ends what comes next either: what is kept of it must not be cut inside the answer.
+    again = chat.render(prompt + answer)
+    assert again.ids == rendering.ids + said
+    chat.cache.remember("t", again, "z", chat.plain("z"))
+    text = prompt + answer + after
+    whole = again.ids + chat.plain("z") if after == "z" else chat.plain(text)
+    assert chat.render(text).ids == whole
+    end = [SPECIALS["<|im_end|>"], *chat.plain("w")]
+    assert chat.render(text + "<|im_end|>w").ids == whole + end
+
+
+def test_a_longer_chat_starts_from_the_one_before(tokenizer: Tokenizer) -> None:
+    chat = Chat(tokenizer)
+    messages = [("user", f"question {number}") for number in range(30)]
+    for count in range(1, 31):
+        text = rendered(messages[:count])
+        assert chat.render(text).ids == chat.plain(text)
+    (tenant,) = chat.cache._tenants.values()
+    # One beginning for the whole conversation, however long it was.
+    assert len(tenant.beginnings) == 1
+    assert tenant.beginnings_bytes == sum(one.size for one in tenant.beginnings.values())
+    # It is found although nothing else is left.
+    tenant.pieces.clear()
+    tenant.pieces_bytes = 0
+    chat.asked.clear()
+    text = rendered([*messages, ("assistant", "yes"), ("user", "and?")])
+    assert chat.render(text).ids == chat.plain(text)
+    assert set(chat.asked) == {"assistant\nyes", "user\nand?", "\n", "assistant\n"}
+
+
+def test_a_beginning_of_another_text_is_not_taken(tokenizer: Tokenizer) -> None:
+    chat = Chat(tokenizer)
+    for word in ("abc", "abd", "xyz"):
+        text = rendered([("user", word), ("assistant", "12"), ("user", "ab")])
+        assert chat.render(text).ids == chat.plain(text)
 
 
 def test_the_bounds_hold(tokenizer: Tokenizer) -> None:

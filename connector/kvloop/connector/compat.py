@@ -15,8 +15,8 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-TESTED = frozenset({"0.26.0", "0.29.0"})
-"""vLLM releases on which the plugin has run: its tests on 0.29.0, deploy/h200 on 0.26.0."""
+TESTED = frozenset({"0.26.0", "0.29.0", "0.32.0"})
+"""vLLM releases on which the plugin has run: its tests on 0.29.0 and 0.32.0, deploy/h200 on 0.26.0."""
 
 REPORTS_FAILURES = hasattr(NixlBaseConnectorWorker, "get_transfer_results")
 """Whether failed reads are reported as results (0.32)."""

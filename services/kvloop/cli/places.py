@@ -7,6 +7,8 @@ from typing import Any
 from kvloop.cli.errors import CommandFailed
 
 ROUTER = "127.0.0.1:7600"
+GATEWAY = "127.0.0.1:8000"
+CHAT = "127.0.0.1:7700"
 SMOLLM2 = "smollm2"
 
 

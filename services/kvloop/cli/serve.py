@@ -161,6 +161,8 @@ class _Announced:
         facts = {"event": "ready", "role": self._role, "endpoint": self._app.endpoint, "pid": os.getpid()}
         if metrics := getattr(self._app, "metrics_endpoint", ""):
             facts["metrics"] = metrics
+        if chat := getattr(self._app, "chat_endpoint", ""):
+            facts["chat"] = chat
         ready.say_line(facts)
         if self._ready_file is not None:
             await asyncio.to_thread(ready.announce, self._ready_file, facts)

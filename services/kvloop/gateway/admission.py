@@ -6,6 +6,7 @@ refused or removed here, before vLLM's serving code sees them.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ _UNSERVED = {
     "prompt_embeds": "prompt embeddings are not served; send text or token ids",
     "trace_decode_token_ids": "replaying traces is not served",
 }
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_TRACESTATE = 512
 _REUSE = {
     "allow": router_service_pb2.REUSE_POLICY_ALLOW,
     "forbid": router_service_pb2.REUSE_POLICY_FORBID,
@@ -93,6 +96,17 @@ def reuse_of(headers: Mapping[str, str]) -> "router_service_pb2.ReusePolicy.Valu
     if text not in _REUSE:
         raise invalid(REUSE_HEADER, "must be allow or forbid")
     return _REUSE[text]
+
+
+def trace_of(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the caller's W3C trace context as metadata for the router; a malformed one is none."""
+    parent = headers.get("traceparent", "")
+    if not _TRACEPARENT.fullmatch(parent):
+        return ()
+    state = headers.get("tracestate", "")
+    if 0 < len(state) <= _MAX_TRACESTATE and state.isascii() and state.isprintable():
+        return (("traceparent", parent), ("tracestate", state))
+    return (("traceparent", parent),)
 
 
 def credentials_of(headers: Mapping[str, str]) -> tuple[str | None, str]:

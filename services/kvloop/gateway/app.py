@@ -9,7 +9,7 @@ from kvloop.gateway.settings import GatewaySettings
 from kvloop.runtime import endpoints, logs, tracing
 from kvloop.runtime.config import ConfigError
 from kvloop.runtime.security import Security
-from kvloop.runtime.server import ServerError
+from kvloop.runtime.server import GrpcServer, ServerError
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 65
@@ -26,6 +26,9 @@ class GatewayApp:
         """Take the settings; nothing is loaded before start."""
         self._settings = settings
         self._endpoint = ""
+        self._chat_endpoint = ""
+        self._grpc: GrpcServer | None = None
+        self._chat: Any = None
         self._routers: Any = None
         self._client: Any = None
         self._door: Any = None
@@ -37,6 +40,11 @@ class GatewayApp:
     def endpoint(self) -> str:
         """Return host:port of the HTTP door; valid once started."""
         return self._endpoint
+
+    @property
+    def chat_endpoint(self) -> str:
+        """Return host:port of ChatService, "" without one; valid once started."""
+        return self._chat_endpoint
 
     async def start(self) -> None:
         """Load tokenizer and template, then listen. Raises ConfigError, ServerError."""
@@ -67,6 +75,7 @@ class GatewayApp:
         inner = await compat.build_app(base, self._client, settings.adapters)
         await history.start()
         self._door = Door(inner, settings)
+        await self._start_chat(compat.ChatServing(inner, base), security)
         config = uvicorn.Config(
             self._door,
             log_config=None,
@@ -86,16 +95,47 @@ class GatewayApp:
             await asyncio.sleep(_POLL_S)
         host = endpoints.parse(settings.listen)
         self._endpoint = str(host._replace(port=listener.getsockname()[1]))
-        _log.info("gateway_listening", endpoint=self._endpoint, render_cache=history.active)
+        _log.info(
+            "gateway_listening",
+            endpoint=self._endpoint,
+            chat=self._chat_endpoint,
+            render_cache=history.active,
+        )
+
+    async def _start_chat(self, serving: Any, security: Security) -> None:
+        if not self._settings.chat_listen:
+            return
+        from kvloop.gateway.chat_servicer import SERVICE, ChatServicer
+        from kvloop.v1alpha1 import chat_service_pb2_grpc
+
+        try:
+            at = endpoints.parse(self._settings.chat_listen)
+        except ValueError as error:
+            raise ConfigError(f"chat_listen: {error}") from None
+        self._grpc = GrpcServer([SERVICE], security)
+        self._chat = ChatServicer(serving, self._settings)
+        chat_service_pb2_grpc.add_ChatServiceServicer_to_server(self._chat, self._grpc.server)
+        port = await self._grpc.start(self._settings.chat_listen)
+        self._chat_endpoint = str(at._replace(port=port))
+        await self._grpc.set_ready(True)
 
     async def drain(self) -> None:
         """Fail health checks and let running requests end."""
         if self._client is None or self._door is None:
             return
         self._client.start_draining()
+        if self._grpc is not None:
+            await self._grpc.set_ready(False)
         limit = time.monotonic() + self._settings.drain_s
-        while self._door.open_exchanges and time.monotonic() < limit:  # noqa: ASYNC110 - the limit ends it
+        while self._open and time.monotonic() < limit:  # noqa: ASYNC110 - the limit ends it
             await asyncio.sleep(_POLL_S)
+
+    @property
+    def _open(self) -> int:
+        """Return the requests being served, over HTTP and gRPC."""
+        chats: int = self._chat.open_turns if self._chat is not None else 0
+        requests: int = self._door.open_exchanges
+        return requests + chats
 
     async def stop(self) -> None:
         """Close the door and the channels. Idempotent."""
@@ -106,6 +146,9 @@ class GatewayApp:
             self._server.force_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
             self._server = self._serving = None
+        if self._grpc is not None:
+            await self._grpc.stop(_STOP_GRACE_S)
+            self._grpc = None
         if self._routers is not None:
             await self._routers.stop()
             self._routers = None

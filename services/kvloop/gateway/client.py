@@ -133,6 +133,7 @@ class RouterEngineClient:
         except Failure as failure:
             problem = problems.from_failure(failure)
             here.problem = here.problem or problem
+            here.failure = here.failure or failure
             self._metrics.failed(problem.reason)
             raise compat.http_error(problem) from None
         except (asyncio.CancelledError, GeneratorExit):
@@ -155,7 +156,8 @@ class RouterEngineClient:
         ids = compat.prompt_ids(prompt)
         room = self.model_config.max_model_len - len(ids)
         sampling = to_proto(params, room=room)
-        packed = tokens.pack(ids)
+        rendering = here.rendering
+        packed = rendering.packed() if rendering and rendering.ids is ids else tokens.pack(ids)
         turns: list[AsyncIterator[Any]] = []
         for index in range(params.n):
             message = router_service_pb2.GenerateRequest(
@@ -190,6 +192,8 @@ class RouterEngineClient:
             message.retention.hold = True
         # Otherwise the router decides: a client without a conversation's name may come back all the same.
         message.retention.hold_on_cancel = bool(own.conversation_id) and self._settings.hold_on_cancel
+        if here.retention is not None and own.conversation_id:
+            message.retention.MergeFrom(here.retention)
         if not own.conversation_id:
             return
         if here.running == 0:
@@ -203,7 +207,7 @@ class RouterEngineClient:
     async def _turn(
         self, here: Exchange, message: router_service_pb2.GenerateRequest, answer: Answer, *, remember: bool
     ) -> AsyncIterator[Any]:
-        metadata: Metadata = tracing.outgoing() or ()
+        metadata: Metadata = tracing.outgoing() or here.trace
         if here.authorization:
             metadata = (*metadata, ("authorization", here.authorization))
         stream = self._routers.generate(message, timeout_s=here.time_left_s(), metadata=metadata)

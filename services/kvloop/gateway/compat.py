@@ -5,6 +5,7 @@ template, no weights and no GPU. vllm is imported on first use: it takes seconds
 not.
 """
 
+import json
 import logging
 import os
 import warnings
@@ -20,6 +21,8 @@ from kvloop.runtime.errors import invalid
 from kvloop.v1alpha1 import turn_pb2
 
 TASKS = ("generate",)
+_DATA = "data: "
+_DONE = "[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,46 @@ async def build_app(base: Base, client: Any, adapters: Sequence[str]) -> Any:
     for number, name in enumerate(adapters, start=1):
         app.state.openai_serving_models.lora_requests[name] = LoRARequest(name, number, name)
     return app
+
+
+class Refused(Exception):
+    """A chat that vLLM's serving code does not take."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class ChatServing:
+    """vLLM's serving of chats, without HTTP."""
+
+    def __init__(self, app: Any, base: Base) -> None:
+        """Take the app that build_app made."""
+        self._serving = app.state.openai_serving_chat
+        self.vocab_size: int = base.vllm_config.model_config.get_vocab_size()
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events of a streamed chat completion. Raises Refused."""
+        from pydantic import ValidationError
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        try:
+            request = ChatCompletionRequest.model_validate(body)
+            events = await self._serving.create_chat_completion(request)
+        except ValidationError as error:
+            raise Refused(validation_problem(error.errors())) from None
+        except Exception as error:  # noqa: BLE001 - vLLM's refusals have no common base
+            raise Refused(problem_of(error)) from None
+        if not hasattr(events, "__aiter__"):
+            told = events.error
+            raise Refused(Problem(int(told.code), told.message, told.param))
+        try:
+            async for event in events:
+                for line in event.splitlines():
+                    if line.startswith(_DATA) and not line.endswith(_DONE):
+                        yield json.loads(line[len(_DATA) :])
+        finally:
+            await events.aclose()
 
 
 def validation_problem(errors: Sequence[Any]) -> Problem:

@@ -108,6 +108,7 @@ class Door:
         settings = self._settings
         here.authorization, here.tenant = admission.credentials_of(headers)
         here.reuse_policy = admission.reuse_of(headers)
+        here.trace = admission.trace_of(headers)
         timeout_s = admission.timeout_of(
             headers, default_s=settings.turn_timeout_s, longest_s=settings.max_turn_timeout_s
         )

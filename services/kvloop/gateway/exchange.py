@@ -13,6 +13,7 @@ from typing import Any
 from kvloop.gateway.identity import Identity
 from kvloop.gateway.problems import Problem
 from kvloop.gateway.segments import Rendering
+from kvloop.runtime.errors import Failure
 from kvloop.v1alpha1 import router_service_pb2, turn_pb2
 
 TurnSummary = turn_pb2.Summary
@@ -37,6 +38,13 @@ class Exchange:
     priority: int | None = None
     reuse_policy: "router_service_pb2.ReusePolicy.ValueType" = router_service_pb2.REUSE_POLICY_UNSPECIFIED
 
+    retention: "turn_pb2.Retention | None" = None
+    """What the client wants to be held; None: what a conversation usually keeps."""
+    trace: tuple[tuple[str, str], ...] = ()
+    """The caller's trace context, for the router."""
+
+    failure: Failure | None = None
+    """The first failure of a turn."""
     problem: Problem | None = None
     """The first failure, in the form in which HTTP tells it."""
     answered: bool = False

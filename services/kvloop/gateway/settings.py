@@ -17,6 +17,8 @@ class GatewaySettings(SecuredSettings, TracedSettings):
 
     listen: str = "127.0.0.1:8000"
     """host:port of the HTTP door, IPv6 in brackets; port 0 takes a free one."""
+    chat_listen: str = "127.0.0.1:7700"
+    """host:port of ChatService (gRPC), as listen; "" leaves it out."""
     router: str = "127.0.0.1:7600"
     """host:port of RouterService; several, separated by commas, share the turns."""
     model: str = Field(SMOLLM2, min_length=1)

@@ -14,6 +14,8 @@ _PLACES = {
     "router": ("kvloop.cli.bench.router:make_command", "What a router costs in time, CPU and memory."),
     "replicas": ("kvloop.cli.bench.replicas:make_command", "Routers behind HAProxy, killed and restarted."),
     "workload": ("kvloop.cli.bench.workload:make_command", "Write conversations as JSON."),
+    "gateway": ("kvloop.cli.bench.gateway:make_command", "What the gateway adds to a turn."),
+    "history": ("kvloop.cli.bench.history:make_command", "What re-tokenizing answers costs in reuse."),
     "compare": ("kvloop.cli.bench.compare:make_command", "Tell a change between two runs from noise."),
     "report": ("kvloop.cli.bench.report:make_command", "Summary and pictures of a sweep, anew."),
 }

@@ -42,7 +42,7 @@ class Gateway:
     def __init__(self, folder: Path, settings: Mapping[str, Any], ready_s: float) -> None:
         self.part = Part("gateway", folder)
         self.endpoint = ""
-        self._settings = {"listen": "127.0.0.1:0", "model": SMOLLM2, **settings}
+        self._settings = {"listen": "127.0.0.1:0", "chat_listen": "127.0.0.1:0", "model": SMOLLM2, **settings}
         self._file = folder / "gateway.yaml"
         self._ready_s = ready_s
 

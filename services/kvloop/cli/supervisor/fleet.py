@@ -1,11 +1,12 @@
-"""Store, prefill, decode and router processes as one context.
+"""Store, prefill, decode, router and gateway processes as one context.
 
     async with Fleet(FleetPlan(workers={"engine": "simulated"}), folder) as fleet:
         channel = open_channel(fleet.endpoint("router-0"))
         await fleet.kill("decode-0")
         await fleet.restart("decode-0")
 
-Workers start together; routers start once they know the workers' endpoints. Leaving the context, however it
+Workers start together; routers start once they know the workers' endpoints, gateways once they know the
+routers'. Leaving the context, however it
 is left, stops everything in reverse, each stage within a bound. Should this process be killed, the kernel
 ends the parts.
 """
@@ -20,15 +21,24 @@ from typing import Any, Self
 import yaml
 
 from kvloop.cli.supervisor.part import STOP_GRACE_S, Command, Part, PartFailed
-from kvloop.cli.supervisor.plan import STORE, FleetPlan, SettingsFiles, is_router, part_environment, role_of
+from kvloop.cli.supervisor.plan import (
+    STORE,
+    FleetPlan,
+    SettingsFiles,
+    is_gateway,
+    is_router,
+    part_environment,
+    role_of,
+)
 from kvloop.cli.supervisor.programs import STORE_PASSWORD, serve_program, store_program
 
 HOST = "127.0.0.1"
 # Nobody comes back to a fleet that ends: its leases need not be served to their deadlines.
 _DRAIN_LIMIT_S = 2.0
 # Stand-ins for what is known only once it runs, to check settings ahead.
-_ANY_WORKER = {"prefill": ("127.0.0.1:1",), "decode": ("127.0.0.1:2",)}
+_ANY_PEERS = {"prefill": ("127.0.0.1:1",), "decode": ("127.0.0.1:2",), "router": ("127.0.0.1:3",)}
 _ANY_STORE = "redis://127.0.0.1:1"
+_WORKERS = ("prefill", "decode")
 
 State = Callable[[str, str], None]
 
@@ -60,11 +70,12 @@ class Fleet:
         """Start everything. Raises PartFailed or ConfigError, with nothing left running."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, values in self._settings.items():
-            self._files.check(name, values, self._links(name, _ANY_WORKER, _ANY_STORE))
+            self._files.check(name, values, self._links(name, _ANY_PEERS, _ANY_STORE))
         try:
             await self._together(self.start(name) for name in self.names(STORE))
             await self._together(self.start(name) for name in self.names("prefill", "decode"))
             await self._together(self.start(name) for name in self.names("router"))
+            await self._together(self.start(name) for name in self.names("gateway"))
         except BaseException:
             await self.stop()
             raise
@@ -77,7 +88,7 @@ class Fleet:
         await self.stop()
 
     def names(self, *roles: str) -> list[str]:
-        """Return the names of the parts of some roles ("store", "prefill", "decode", "router")."""
+        """Return the names of the parts of some roles ("store", "prefill", "decode", "router", "gateway")."""
         return [name for name in self.parts if (role_of(name) or name) in roles]
 
     def endpoint(self, name: str) -> str:
@@ -136,9 +147,9 @@ class Fleet:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Stop all parts: routers first, the store last. Idempotent."""
+        """Stop all parts: gateways first, the store last. Idempotent."""
         failures: list[BaseException] = []
-        for roles in (("router",), ("prefill", "decode"), (STORE,)):
+        for roles in (("gateway",), ("router",), ("prefill", "decode"), (STORE,)):
             stops = (self._stop_part(name) for name in self.names(*roles))
             results = await asyncio.gather(*stops, return_exceptions=True)
             failures += [result for result in results if isinstance(result, BaseException)]
@@ -165,27 +176,38 @@ class Fleet:
         if not _port(listen) and (port := _port(part.endpoint)):
             host = listen.rpartition(":")[0] or HOST
             values["listen"] = f"{host}:{port}"
-        workers = {role: self.endpoints(role) for role in _ANY_WORKER} if is_router(part.name) else {}
-        file = self._files.write(part.name, values, self._links(part.name, workers, self.store_url))
+        if chat := part.facts.get("chat"):
+            values["chat_listen"] = chat
+        peers = self._peers(part.name)
+        file = self._files.write(part.name, values, self._links(part.name, peers, self.store_url))
         names = list(yaml.safe_load(file.read_text(encoding="utf-8")))
         environment = part_environment(self.plan.environment, names)
         return Command(serve_program(role_of(part.name), file, part.ready_path), environment)
 
-    def _links(self, name: str, workers: Mapping[str, Sequence[str]], store_url: str) -> dict[str, Any]:
+    def _peers(self, name: str) -> dict[str, list[str]]:
+        """Return the endpoints that a part is told, by role."""
+        if is_router(name):
+            return {role: self.endpoints(role) for role in _WORKERS}
+        return {"router": self.endpoints("router")} if is_gateway(name) else {}
+
+    def _links(self, name: str, peers: Mapping[str, Sequence[str]], store_url: str) -> dict[str, Any]:
         """Return what ties a part to the others; each takes the settings that it knows."""
         links: dict[str, Any] = {
             "listen": f"{HOST}:0",
             "directory_url": store_url,
             "drain_limit_s": _DRAIN_LIMIT_S,
+            "chat_listen": f"{HOST}:0",
             "worker_id": name,
             "router_id": name,
         }
         if is_router(name):
-            links |= {f"{role}_endpoints": list(found) for role, found in workers.items()}
+            links |= {f"{role}_endpoints": list(peers[role]) for role in _WORKERS}
             # A store of our own knows our workers only: it tells of load and drains, and of later ones. A
             # router that the plan gives workers of its own keeps to them.
-            named = self._settings[name].keys() & {f"{role}_endpoints" for role in _ANY_WORKER}
+            named = self._settings[name].keys() & {f"{role}_endpoints" for role in _WORKERS}
             links["discover"] = self.plan.store_url is None and not named
+        if is_gateway(name):
+            links["router"] = ",".join(peers["router"])
         return links
 
     async def _together(self, starts: Iterable[Coroutine[Any, Any, str]]) -> None:

@@ -26,6 +26,7 @@ class FleetPlan:
     prefill: Sequence[Values] = ({},)
     decode: Sequence[Values] = ({},)
     routers: Sequence[Values] = ({},)
+    gateways: Sequence[Values] = ()
     workers: Values = field(default_factory=dict)
     """Settings of all prefill and decode processes, below their own."""
     store_url: str | None = None
@@ -38,8 +39,13 @@ class FleetPlan:
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the settings of every process by part name, in the order of starting."""
         named: dict[str, dict[str, Any]] = {}
-        for role, entries in (("prefill", self.prefill), ("decode", self.decode), ("router", self.routers)):
-            common = {} if role == "router" else self.workers
+        roles: tuple[tuple[str, Sequence[Values], Values], ...] = (
+            ("prefill", self.prefill, self.workers),
+            ("decode", self.decode, self.workers),
+            ("router", self.routers, {}),
+            ("gateway", self.gateways, {}),
+        )
+        for role, entries, common in roles:
             for index, entry in enumerate(entries):
                 named[f"{role}-{index}"] = {**common, **entry}
         return named
@@ -66,6 +72,11 @@ def role_of(name: str) -> str:
 def is_router(name: str) -> bool:
     """Tell whether a part is a router."""
     return role_of(name) == "router"
+
+
+def is_gateway(name: str) -> bool:
+    """Tell whether a part is a gateway."""
+    return role_of(name) == "gateway"
 
 
 class SettingsFiles:

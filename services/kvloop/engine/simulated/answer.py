@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvloop.engine.simulated import text
+from kvloop.engine.simulated.lexicon import Lexicon
 from kvloop.engine.simulated.model import Model
 from kvloop.v1alpha1 import sampling_pb2, turn_pb2
 
@@ -90,10 +90,11 @@ class Sampling:
 class Answer:
     """One answer as it grows: text, held back where a stop string may have begun, and its end."""
 
-    __slots__ = ("_hold_back", "_sampling", "_sent", "_text", "count")
+    __slots__ = ("_hold_back", "_lexicon", "_sampling", "_sent", "_text", "count")
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, lexicon: Lexicon) -> None:
         self._sampling = sampling
+        self._lexicon = lexicon
         self._text = ""
         self._sent = 0
         self.count = 0
@@ -118,9 +119,9 @@ class Answer:
         if not s.with_text:
             return "", ending
         if not s.stops:
-            return text.word(token) if shown else "", ending
+            return self._lexicon.word(token) if shown else "", ending
         if shown:
-            self._text += text.word(token)
+            self._text += self._lexicon.word(token)
             if count > s.min_tokens and (ending is None or ending.reason == LENGTH):
                 ending = self._stopped() or ending
         end = len(self._text) if ending else max(self._sent, len(self._text) - self._hold_back)

@@ -333,7 +333,7 @@ class SimulatedEngine:
             handle=handle,
             hold=job.hold if isinstance(job, DecodeJob) else None,
             out=Outbox(),
-            answer=Answer(sampling),
+            answer=Answer(sampling, core.model.lexicon),
             skip_cache=prompt_logprobs is not None,
             prompt_logprobs=prompt_logprobs,
             corrupt=corrupt,

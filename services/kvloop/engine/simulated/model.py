@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
+from kvloop.engine.simulated.lexicon import lexicon_of
 from kvloop.engine.simulated.pool import Block
 from kvloop.engine.simulated.settings import SimulatedSettings
-from kvloop.engine.simulated.text import SPECIAL_TOKENS
 from kvloop.runtime.tokens import TOKEN_BYTES
 
 HASH_BYTES = 16
@@ -26,7 +26,7 @@ class Model:
 
     def __init__(self, settings: SimulatedSettings) -> None:
         self._settings = settings
-        self._span = settings.vocab_size - SPECIAL_TOKENS
+        self.lexicon = lexicon_of(settings.tokenizer, settings.vocab_size)
         self._block_bytes = settings.block_size * TOKEN_BYTES
         self._roots: dict[tuple[str, str], bytes] = {}
         self._none = _digest("none", settings.hash_seed)
@@ -84,7 +84,7 @@ class Model:
 
     def token(self, digest: bytes) -> int:
         """Return the ordinary token that a state's digest means."""
-        return SPECIAL_TOKENS + int.from_bytes(digest[:8], "little") % self._span
+        return self.lexicon.token(int.from_bytes(digest[:8], "little"))
 
     def ends(self, digest: bytes) -> bool:
         """Return whether the answer would end here."""

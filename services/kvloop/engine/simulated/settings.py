@@ -6,6 +6,7 @@ from typing import Any
 
 from kvloop.engine.settings import READ_MARGIN_S, EngineSettings
 from kvloop.engine.simulated.cost import PRESETS
+from kvloop.engine.simulated.lexicon import vocab_size_of
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class SimulatedSettings:
     adapters: tuple[str, ...] = ()
     max_model_len: int = 32_768
     vocab_size: int = 32_000
+    tokenizer: str = ""
+    """Folder of a model whose tokenizer gives the tokens their text; without one they are made-up words."""
     block_size: int = 16
     """Tokens per KV block."""
     num_blocks: int = 8_192
@@ -82,6 +85,8 @@ class SimulatedSettings:
             if name not in known:
                 raise ValueError(f"extra_engine_args.{name} means nothing to a simulated engine; remove it")
             own[name] = value
+        if own.get("tokenizer"):
+            own.setdefault("vocab_size", vocab_size_of(own["tokenizer"]))
         standard: dict[str, Any] = {field.name: field.default for field in fields(cls)}
         block_size = own.get("block_size", standard["block_size"])
         if "num_blocks" not in own:
