@@ -110,7 +110,7 @@ async def take(case: Case, blocks: int) -> None:
         await case.turn(prompt, names[-1], check=False, max_tokens=1)
     assert before - (await stack.info("d2")).pool.free_blocks == blocks
     for name in names:
-        await stack.end(name)
+        await stack.end(name, router=case.router)
 
 
 @contextmanager

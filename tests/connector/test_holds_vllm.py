@@ -2,7 +2,6 @@
 
 import asyncio
 
-import psutil
 import pytest
 from connector_harness import BLOCK, Engine, fresh_prompt, new_id
 from connector_steps import ANSWER, Balance, cold, first_turn, has_free, read, until
@@ -178,14 +177,3 @@ async def test_revoking_all_lets_the_prefix_cache_be_reset(d: Engine) -> None:
     assert await d.control.revoke_all() == 1
     await d.control.pool()
     assert await d.call("reset")
-
-
-async def test_an_engine_core_dies_with_its_front_end(d: Engine) -> None:
-    family = psutil.Process(d.process.process.pid).children(recursive=True)
-    assert d.process.core_pid in {process.pid for process in family}
-    d.process.process.kill()
-    await until(lambda: all_gone(family))
-
-
-async def all_gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
