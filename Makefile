@@ -81,9 +81,13 @@ demo: model ## A conversation with and without reuse, on real vLLM; writes out/d
 demo-cluster: model debian ## Three routers behind HAProxy, one P, two D, gateway, Prometheus, on real vLLM; writes out/cluster
 	@$(BIN)/kvloop demo-cluster
 
+# Those that take longer, with processes stopped and pools filled, run with all the others in make test-cases.
+CASES := bad_input reuse endings sharing scope direct time faults
+
 test: lint model debian debian-go helm ## Everything, on real vLLM too
 	@$(PYTEST) tests -m "not vllm"
-	@for room in engine connector gateway cases ops; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
+	@for room in engine connector gateway ops; do echo "== tests/$$room on vLLM"; $(PYTEST) tests/$$room -m vllm; done
+	@echo "== tests/cases on vLLM"; $(PYTEST) $(CASES:%=tests/cases/test_%.py) -m vllm
 
 test-fast: setup-fast ## What needs no vLLM and no fleets, in under two minutes
 	@$(PYTEST) tests -m "not vllm and not slow"
