@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvloop.bench import statistics
@@ -17,6 +17,7 @@ _TIMES = st.lists(st.floats(0.1, 1e5), min_size=2, max_size=12)
 
 @settings(max_examples=25)
 @given(samples=_TIMES)
+@example(samples=[1.0, 8623.382796905056])
 def test_a_median_lies_in_its_interval_and_that_between_the_samples(samples: list[float]) -> None:
     found = statistics.median(samples)
     assert found.low is not None

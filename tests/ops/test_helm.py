@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,7 @@ Object = dict[str, Any]
 
 
 def helm(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    program = shutil.which("helm") or shutil.which(
-        "helm", path=str(Path(shutil.which("pytest") or "").parent)
-    )
+    program = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
     assert program, "helm is missing: make helm"
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=60)
 

@@ -119,11 +119,17 @@ class _Session:
         """Send a command with the others of this tick, and return its answer."""
         if self.ended:
             raise RedisConnectionError("broken")
+        alone = not self._pending and not asking
         if asking:
             self._add(("ASKING",)).add_done_callback(_retrieve)
         answer = self._add(command)
         timer = self._loop.call_at(until, self._expire, answer, until)
         try:
+            if alone:
+                # Nobody to share a write with; the writer's turn would only come later.
+                await self._send()
+            else:
+                self._wake.set()
             return await answer
         finally:
             timer.cancel()
@@ -132,7 +138,6 @@ class _Session:
         self._out.extend(self._connection.pack_command(*command))
         future: asyncio.Future[Any] = self._loop.create_future()
         self._pending.append(future)
-        self._wake.set()
         return future
 
     def _expire(self, answer: "asyncio.Future[Any]", until: float) -> None:
@@ -146,14 +151,17 @@ class _Session:
             answer.set_exception(TimeoutError())
 
     async def _write(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self.ended:
+                return
+            await self._send()
+
+    async def _send(self) -> None:
         try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                if self.ended:
-                    return
-                out, self._out = self._out, []
-                await self._connection.send_packed_command(out, check_health=False)
+            out, self._out = self._out, []
+            await self._connection.send_packed_command(out, check_health=False)
         except Exception as error:  # noqa: BLE001 - whatever it is, the connection is over
             self.end(error)
 

@@ -56,13 +56,14 @@ class RawHint(NamedTuple):
 
 _LOOKUP = Script(f"""
 -- KEYS[1] lease key
--- returns {{value or false, TTL in ms, seconds, microseconds of the second}}
+-- returns {{value or false, TTL in ms, the store's time in microseconds}}
 local now = redis.call('TIME')
+local now_us = now[1] * 1000000 + now[2]
 local value = redis.pcall('GETRANGE', KEYS[1], 0, {codec.MAX_BYTES})
 if type(value) ~= 'string' or #value == 0 or #value > {codec.MAX_BYTES} then
-  return {{false, 0, now[1], now[2]}}
+  return {{false, 0, now_us}}
 end
-return {{value, redis.call('PTTL', KEYS[1]), now[1], now[2]}}
+return {{value, redis.call('PTTL', KEYS[1]), now_us}}
 """)
 
 _PUBLISH = Script(f"""
@@ -227,9 +228,10 @@ def _clock(seconds: bytes, micros: bytes) -> int:
 async def lookup(runner: Runner, key: bytes) -> RawFound:
     """Return the value under a lease key with its TTL, and the store's time."""
     answer = await runner.run(_LOOKUP, (key,))
-    with _shaped():
-        value, ttl_ms, seconds, micros = answer
-        return RawFound(value, ttl_ms, _clock(seconds, micros))
+    try:
+        return RawFound(*answer)
+    except TypeError:
+        raise DirectoryUnavailable(Outage.OTHER) from None
 
 
 async def publish(runner: Runner, key: bytes, value: bytes, ttl_ms: int) -> tuple[bool, bytes | None]:

@@ -38,7 +38,9 @@ def median(samples: Sequence[float]) -> Estimate:
     if len(values) < 2:
         return Estimate(middle, None, None, len(values))
     found = stats.bootstrap((values,), np.median, vectorized=True, **_options())
-    return Estimate(middle, *_bounds(found), len(values))
+    # Percentiles are interpolated, and may round to a hair outside of what they lie between.
+    low, high = (float(bound) for bound in np.clip(_bounds(found), values.min(), values.max()))
+    return Estimate(middle, min(low, middle), max(high, middle), len(values))
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
