@@ -59,7 +59,7 @@ def test_chat(client: openai.OpenAI, router: FakeRouter) -> None:
     assert request.model == "smollm2"
     assert (request.sampling.temperature, request.sampling.max_tokens) == (0, 7)
     assert turn.metadata["authorization"] == "Bearer key-1"
-    assert 50 < turn.time_left_s <= 60
+    assert 50 < turn.time_left_s <= 60.5  # gRPC rounds deadlines up on the wire
     assert router.prompt().endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
