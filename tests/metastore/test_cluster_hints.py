@@ -37,9 +37,9 @@ class Nodes:
             raise DirectoryUnavailable
         lease = self.leases.get(key)
         if lease is None:
-            return [None, 0, b"7", b"1"]
+            return [None, 0, 7_000_001]
         entry = lease_pb2.DirectoryEntry(lease_id=lease, decode_endpoint="d:1")
-        return [codec.encode(entry), 1000, b"7", b"1"]
+        return [codec.encode(entry), 1000, 7_000_001]
 
 
 def directory(leases: dict[bytes, str], hinted: Sequence[bytes], away: set[bytes]) -> RedisDirectory:

@@ -19,7 +19,7 @@ from kvloop.v1alpha1 import lease_pb2
 
 SCOPE = b"\x06" * 32
 ENTRY = lease_pb2.DirectoryEntry(version=1, lease_id="a", decode_endpoint="d:1")
-FOUND = b"*4\r\n$-1\r\n:0\r\n$1\r\n1\r\n$1\r\n2\r\n"
+FOUND = b"*3\r\n$-1\r\n:0\r\n:1000002\r\n"
 
 
 @pytest.fixture
