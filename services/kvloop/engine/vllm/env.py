@@ -4,13 +4,16 @@ vLLM, UCX and OpenMP read their environment when they are imported or spawned, s
 imported and the engine core inherits it. That is why the adapter imports vllm late.
 """
 
+import contextlib
 import importlib.util
 import ipaddress
 import os
+import random
 import socket
 from pathlib import Path
 
 from kvloop.engine.settings import EngineSettings
+from kvloop.runtime.config import ConfigError
 
 PARENT_PID = "KVLOOP_ENGINE_PARENT_PID"
 """Arms the parent-death signal in engine cores whose parent this is."""
@@ -98,11 +101,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_QUIET_PORTS = range(20_000, 32_000)
+"""Below what Linux gives to outgoing connections."""
+_TRIES = 64
+
+
 def side_channel_port(settings: EngineSettings) -> int:
-    """Return the port asked for, or one that is free right now."""
+    """Return the port asked for, or one that is free right now. Raises ConfigError when none is."""
     if settings.nixl_side_channel_port:
         return settings.nixl_side_channel_port
     family = socket.AF_INET6 if ":" in settings.nixl_side_channel_host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((settings.nixl_side_channel_host, 0))
-        return int(probe.getsockname()[1])
+    # The engine binds it much later: outgoing connections, which get ephemeral ports, must not take it meanwhile.
+    for port in random.sample(_QUIET_PORTS, _TRIES):
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((settings.nixl_side_channel_host, port))
+            return port
+    raise ConfigError("nixl_side_channel_port: none of the ports tried is free; set one")
