@@ -111,7 +111,7 @@ def side_channel_port(settings: EngineSettings) -> int:
     if settings.nixl_side_channel_port:
         return settings.nixl_side_channel_port
     family = socket.AF_INET6 if ":" in settings.nixl_side_channel_host else socket.AF_INET
-    # The engine binds it much later: outgoing connections, which get ephemeral ports, must not take it meanwhile.
+    # The engine binds it much later; outgoing connections, which get ephemeral ports, must not take it first.
     for port in random.sample(_QUIET_PORTS, _TRIES):
         with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.bind((settings.nixl_side_channel_host, port))
