@@ -126,7 +126,8 @@ class _Session:
         timer = self._loop.call_at(until, self._expire, answer, until)
         try:
             if alone:
-                # Nobody to share a write with; the writer's turn would only come later.
+                # Nobody to share a write with; the writer's turn would only come later. Nor does it wait for
+                # room: with nothing on its way nothing is buffered, and operations are far below 64 KiB.
                 await self._send()
             else:
                 self._wake.set()

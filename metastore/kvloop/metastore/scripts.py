@@ -229,8 +229,9 @@ async def lookup(runner: Runner, key: bytes) -> RawFound:
     """Return the value under a lease key with its TTL, and the store's time."""
     answer = await runner.run(_LOOKUP, (key,))
     try:
-        return RawFound(*answer)
-    except TypeError:
+        value, ttl_ms, now_us = answer
+        return RawFound(value, int(ttl_ms), int(now_us))
+    except (ValueError, TypeError):
         raise DirectoryUnavailable(Outage.OTHER) from None
 
 
