@@ -132,6 +132,9 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
         "first_chunk_timeout_s": 120.0,
         "tokens_file": str(_tokens_file(folder)),
         "info_interval_s": 0.2,
+        # A case says which way its turns take.
+        "direct": False,
+        "by_cost": False,
         **PATIENT,
     }
 

@@ -5,13 +5,15 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
 from chaos_fleet import POLL_S, Arena
 from chaos_traffic import Traffic
+
+from kvloop.connector.control import ControlClient, ControlError
 
 KINDS = (
     "kill_decode_mid_stream",
@@ -39,6 +41,10 @@ class Fault:
     until: float = 0.0
 
 
+class NobodyBusy(Exception):
+    """No decode worker was met at what a fault is to interrupt."""
+
+
 class Faults:
     """Strikes one fault after the other."""
 
@@ -50,10 +56,19 @@ class Faults:
         self._start = time.monotonic()
 
     async def run(self, kinds: list[str], *, gap_s: tuple[float, float]) -> None:
-        """Strike the given kinds in their order."""
+        """Strike the given kinds in their order; those that met nobody once more at the end."""
+        missed = await self._run(kinds, gap_s)
+        await self._run(missed, gap_s)
+
+    async def _run(self, kinds: list[str], gap_s: tuple[float, float]) -> list[str]:
+        missed = []
         for kind in kinds:
             await asyncio.sleep(self._dice.uniform(*gap_s))
-            await self._strike(kind)
+            try:
+                await self._strike(kind)
+            except NobodyBusy:
+                missed.append(kind)
+        return missed
 
     async def roll(self) -> None:
         """Restart every router and worker by SIGTERM, one after the other."""
@@ -66,8 +81,8 @@ class Faults:
 
     async def _strike(self, kind: str) -> None:
         special: dict[str, Callable[[], Awaitable[None]]] = {
-            "kill_decode_mid_stream": lambda: self._kill_decode("mid_stream", "kvloop_legs_in_flight"),
-            "kill_decode_mid_read": lambda: self._kill_decode("mid_read", "kvloop_lease_pins"),
+            "kill_decode_mid_stream": self._kill_mid_stream,
+            "kill_decode_mid_read": self._kill_mid_read,
             "pause_store": self._pause_store,
             "restart_store_empty": self._restart_store,
             "slow_network_decode": self._slow_network,
@@ -103,28 +118,49 @@ class Faults:
     async def _kill(self, role: str) -> None:
         target = self._target(role)
         async with self._fault(f"kill_{role}", target):
-            await self._kill_and_revive(target)
+            await self.arena.fleet.kill(target)
+            await self._revive(target)
 
-    async def _kill_decode(self, what: str, metric: str) -> None:
-        target = await self._busy(metric)
-        async with self._fault(f"kill_decode_{what}", target):
-            await self._kill_and_revive(target)
+    async def _kill_mid_stream(self) -> None:
+        target = await self._busy("kvloop_legs_in_flight")
+        async with self._fault("kill_decode_mid_stream", target):
+            await self.arena.fleet.kill(target)
+            await self._revive(target)
 
-    async def _kill_and_revive(self, target: str) -> None:
-        await self.arena.fleet.kill(target)
+    async def _kill_mid_read(self) -> None:
+        async with AsyncExitStack() as stalled:
+            # Reads that have a pin but can't go on yet: otherwise they are over before one of them is seen.
+            await self._stall_reads(stalled)
+            target = await self._busy("kvloop_lease_pins")
+            async with self._fault("kill_decode_mid_read", target):
+                await self.arena.fleet.kill(target)
+                await stalled.aclose()
+                await self._revive(target)
+
+    async def _stall_reads(self, stalled: AsyncExitStack) -> None:
+        for name in self.arena.fleet.names("prefill"):
+            client = await ControlClient.connect(self.arena.control(name))
+            stalled.push_async_callback(client.close)
+            await client.stall("start")
+            stalled.push_async_callback(_go_on, client)
+
+    async def _revive(self, target: str) -> None:
         await asyncio.sleep(DOWN_S)
-        if self.arena.size.revive or not target.startswith(("prefill", "decode")):
-            await self.arena.fleet.start(target)
+        await self.arena.fleet.start(target)
 
     async def _busy(self, metric: str) -> str:
-        """Return a decode worker of which a gauge is not zero right now."""
+        """Return a decode worker of which a gauge is not zero right now. Raises NobodyBusy."""
         names = self.arena.fleet.names("decode")
-        async with asyncio.timeout(_FIND_S):
-            while True:
-                for name in names:
-                    if await self.arena.metric(name, metric) > 0:
-                        return name
-                await asyncio.sleep(POLL_S)
+        try:
+            async with asyncio.timeout(_FIND_S):
+                while True:
+                    gauges = await asyncio.gather(*(self.arena.metric(name, metric) for name in names))
+                    for name, gauge in zip(names, gauges, strict=True):
+                        if gauge > 0:
+                            return name
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise NobodyBusy from None
 
     async def _pause(self, role: str) -> None:
         target = self._target(role)
@@ -178,3 +214,8 @@ class Faults:
                 await asyncio.sleep(self.arena.size.pause_s / 2)
             finally:
                 server.resume()
+
+
+async def _go_on(client: ControlClient) -> None:
+    with suppress(ControlError):  # the worker is gone, and what it stalled with it
+        await client.stall(None)

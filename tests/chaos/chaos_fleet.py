@@ -53,8 +53,6 @@ class Size:
     ready_timeout_s: float = 120.0
     pause_s: float = 6.0
     info_timeout_s: float = 1.0
-    revive: bool = True
-    """Whether killed workers are started again."""
     environment: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,7 +62,6 @@ SIMULATED = {
     "block_size": 16,
     "kv_recompute_threshold": 32,
     "prefill_hold_s": 15.0,
-    # A read takes long enough to be met in the middle.
     "extra_engine_args": {"preset": "qwen3-32b-h200-per-layer", "num_blocks": 4096, "eos_every": 200},
 }
 
@@ -130,6 +127,7 @@ class Arena:
 
     def __init__(self, size: Size, folder: Path) -> None:
         self.size = size
+        self.folder = folder
         self.proxy = Proxy()
         self._behind, self.proxy.port = free_ports(2)
         self.slowed = f"decode-{size.decodes - 1}"
@@ -138,9 +136,16 @@ class Arena:
         path = os.pathsep.join(filter(None, (str(CLOCK), os.environ.get("PYTHONPATH", ""))))
         plan = FleetPlan(
             # What the first P does not compute, it has read.
-            prefill=[{"enable_prefix_caching": number > 0} for number in range(size.prefills)],
+            prefill=[
+                {
+                    "enable_prefix_caching": number > 0,
+                    "control_path": str(self.control(f"prefill-{number}")),
+                    "test_hooks": True,
+                }
+                for number in range(size.prefills)
+            ],
             decode=decodes,
-            # One router goes DIRECT where it can, the others read back.
+            # One router goes the cheapest way, mostly DIRECT; the others read back.
             routers=[
                 {
                     "info_interval_s": 0.25,
@@ -148,6 +153,7 @@ class Arena:
                     "drain_limit_s": 10.0,
                     "directory_timeout_ms": 250.0,
                     "direct": number == 0,
+                    "by_cost": number == 0,
                     "metrics_listen": "127.0.0.1:0",
                 }
                 for number in range(size.routers)
@@ -163,7 +169,6 @@ class Arena:
             ready_timeout_s=size.ready_timeout_s,
         )
         self.fleet = Fleet(plan, folder)
-        self.folder = folder
         self._http = httpx.AsyncClient(timeout=2.0)
 
     async def __aenter__(self) -> "Arena":
@@ -175,6 +180,10 @@ class Arena:
         await self.fleet.__aexit__(*error)
         await self.proxy.stop()
         await self._http.aclose()
+
+    def control(self, name: str) -> Path:
+        """Return the path of a prefill worker's control socket."""
+        return self.folder / f"{name}.control"
 
     def move_clock(self, name: str, seconds: float) -> None:
         """Move the wall clock of one part."""

@@ -290,4 +290,6 @@ class Traffic:
 
 def as_json(record: Record) -> dict[str, Any]:
     """Return a record as it is written."""
-    return asdict(record)
+    written = asdict(record)
+    del written["verdict"]
+    return written

@@ -19,8 +19,20 @@ SMALL = Size(
     hold_s=20.0,
     workers=SIMULATED,
 )
+RECORD = {
+    "id",
+    "conversation",
+    "router",
+    "faults",
+    "attempts",
+    "outcome",
+    "expected_digest",
+    "actual_digest",
+    "migrated",
+}
 FEW = (
     "kill_decode_mid_stream",
+    "kill_decode_mid_read",
     "kill_router",
     "pause_prefill",
     "restart_store_empty",
@@ -32,6 +44,9 @@ async def test_a_small_chaos_run_keeps_every_promise(tmp_path: Path) -> None:
     made = await simulated(SMALL, tmp_path, seed=3, kinds=FEW)
     assert missed(made, SMALL.turns, FEW) == [], made["errors"]
     assert any(record["faults"] for record in made["records"])
+    assert set(made["records"][0]) == RECORD
+    assert {"id", "kind", "target", "time"} <= set(made["faults"][0])
+    assert all(made[name] == value for name, value in made["totals"].items())
 
 
 async def test_a_rolling_restart_under_load_fails_no_turn(tmp_path: Path) -> None:

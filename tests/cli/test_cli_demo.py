@@ -10,6 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from kvloop.cli.demo import script
+
 Start = Callable[..., Any]
 DEMO = ("demo", "--engine", "simulated", "--max-tokens", "12")
 TURN = {
@@ -42,7 +44,7 @@ def test_the_record_has_the_agreed_shape_and_says_what_happened(kvloop: Start, t
     assert record["settings"]["prefix_caching_on_prefill"] is False
     assert record["versions"]["kvloop"]
     for leg in record["legs"].values():
-        assert [turn["turn"] for turn in leg] == [1, 2, 3, 4, 5, 6]
+        assert [turn["turn"] for turn in leg] == [1, 2, 3, 4, 5, 6, 7]
         for turn in leg:
             assert {name: type(value) for name, value in turn.items()} == TURN
             assert set(turn["tokens"]) == {"p_local", "readback", "d_local", "computed"}
@@ -51,13 +53,20 @@ def test_the_record_has_the_agreed_shape_and_says_what_happened(kvloop: Start, t
     for turn in record["legs"]["off"]:
         assert (turn["verdict"], turn["transfer_bytes"]) == ("RECOMPUTE", 0)
         assert turn["tokens"]["computed"] == turn["prompt_tokens"]
+    assert [(turn["verdict"], turn["reason"]) for turn in record["legs"]["on"]] == list(script.WAYS)
     for before, turn in itertools.pairwise(record["legs"]["on"]):
-        assert (turn["verdict"], turn["reason"]) == ("READBACK", "PROVEN")
-        assert turn["transfer_bytes"] > 0
-        # P reads back all that D held of the turn before.
-        assert turn["tokens"]["readback"] == before["prompt_tokens"] + len(before["token_ids"]) - 1
+        held = before["prompt_tokens"] + len(before["token_ids"]) - 1
+        assert (turn["transfer_bytes"] > 0) == (turn["verdict"] == "READBACK")
+        if turn["verdict"] == "READBACK":
+            # P reads back all that D held of the turn before.
+            assert turn["tokens"]["readback"] == held
+        elif turn["verdict"] == "DIRECT":
+            assert 0 < turn["tokens"]["d_local"] <= held
+        else:
+            assert turn["tokens"]["computed"] == turn["prompt_tokens"]
     assert "identical" in demo.text()
-    assert "READBACK" in demo.text()
+    for line in ("READBACK (proven)", "DIRECT (proven)", "turn 7 with reuse: RECOMPUTE (not found)"):
+        assert line in demo.text()
 
 
 @pytest.mark.parametrize(

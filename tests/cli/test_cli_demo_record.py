@@ -48,8 +48,9 @@ def test_a_good_run_has_no_complaints() -> None:
     [
         (replace(READ, token_ids=[1, 3]), COLD, "differ"),
         (replace(READ, token_ids=[1]), COLD, "differ"),
-        (replace(COLD, reason="EXPIRED"), COLD, "nothing was read back"),
-        (replace(READ, transfer_bytes=0), COLD, "nothing was read back"),
+        (replace(READ, transfer_bytes=0), COLD, "did not come as READBACK"),
+        (replace(READ, verdict="DIRECT"), COLD, "did not come as DIRECT"),
+        (replace(COLD, tokens={**COLD.tokens, "d_local": 1}), COLD, "did not come as RECOMPUTE"),
         (replace(READ, engine_external_tokens=89), COLD, "counted 89"),
         (READ, replace(COLD, engine_external_tokens=32), "without reuse read"),
         (READ, replace(COLD, transfer_bytes=1), "without reuse read"),
@@ -62,10 +63,21 @@ def test_each_flaw_is_told(on: TurnRecord, off: TurnRecord, says: str) -> None:
     assert "turn 2" in complaints[0]
 
 
+def test_a_turn_that_went_another_way_is_told() -> None:
+    cold = record(replace(COLD, reason="EXPIRED"))
+    assert cold.complaints() == []
+    wanted = replace(cold, expected=[("RECOMPUTE", "NOT_FOUND"), ("READBACK", "PROVEN")])
+    assert wanted.complaints() == ["turn 2 did not go READBACK (PROVEN)"]
+    assert replace(record(), expected=wanted.expected).complaints() == []
+    assert replace(record(), expected=[*wanted.expected, ("DIRECT", "PROVEN")]).complaints() == [
+        "turn 3 did not go DIRECT (PROVEN)"
+    ]
+
+
 def test_a_run_without_turns_is_not_identical() -> None:
     assert not DemoRecord([], [], {}, {}).identical
 
 
 def test_the_script_is_the_same_each_time() -> None:
     assert script.turns() == script.turns()
-    assert len(script.turns()) == 6
+    assert len(script.turns()) == len(script.WAYS) == 7

@@ -446,6 +446,9 @@ class FakeFleet:
             "fleet_secret": SECRET,
             "info_interval_s": 0.05,
             "directory_timeout_ms": 2000.0,
+            # The way that limits leave open, so that a test knows which.
+            "direct": False,
+            "by_cost": False,
         }
         return RouterSettings(**(values | changes))
 

@@ -107,6 +107,9 @@ class SimFleet:
             "info_interval_s": 0.1,
             "info_timeout_s": 10.0,
             "directory_timeout_ms": 10_000.0,
+            # The way that limits leave open, so that a test knows which.
+            "direct": False,
+            "by_cost": False,
         }
         app = RouterApp(RouterSettings(**(values | changes)), directory=self.store.directory, store=store)
         self.stack.push_async_callback(app.stop)

@@ -9,6 +9,7 @@ from router_fakes import make_info
 from kvloop.metastore.factory import open_store
 from kvloop.router.book import CostBook
 from kvloop.router.costs import Rates, compute_features
+from kvloop.router.learning import REFIT_EVERY
 from kvloop.router.settings import RouterSettings
 from kvloop.router.workers import Pair, WorkerPool
 from kvloop.runtime.clock import SystemClock
@@ -78,6 +79,37 @@ async def test_a_direct_turn_tells_what_computing_takes_at_d() -> None:
     after = around.rates(book)
     assert after.decode.ms(compute_features(960, 1000)) == pytest.approx(50, rel=0.02)
     assert after.prefill == before.prefill
+    await around.pool.stop()
+
+
+async def test_an_odd_first_direct_turn_does_not_close_the_way() -> None:
+    around, book, other, store = Around(), CostBook(SETTINGS), CostBook(SETTINGS), open_store("memory://")
+    decoded = decode_service_pb2.DecodeSummary()
+    decoded.tokens.d_local, decoded.tokens.computed = 960, 40
+    slow = {"prefilled": None, "decoded": decoded, "first_event_at": 15.0}
+    for number in range(REFIT_EVERY):
+        assert around.rates(book).decode == around.rates(book).prefill, number
+        await book.share(store.estimates)
+        await other.share(store.estimates)
+        assert around.rates(other).decode == around.rates(other).prefill, number
+        book.learn(around.turn(**slow))
+    assert around.rates(book).decode.ms(compute_features(960, 1000)) == pytest.approx(10_000, rel=0.02)
+    await store.close()
+    await around.pool.stop()
+
+
+async def test_a_hand_over_tells_the_size_of_kv_until_something_was_read_back() -> None:
+    around, book = Around(), CostBook(SETTINGS)
+    cold = around.turn()
+    cold.prefilled.reuse.Clear()
+    cold.prefilled.reuse.tokens.computed = 1000
+    book.learn(cold)
+    assert around.rates(book).bytes_per_token == pytest.approx(0.3 * MIB)
+    assert around.rates(book).descriptors_per_token == pytest.approx(0.03)
+    for _ in range(20):
+        book.learn(around.turn())
+        book.learn(cold)
+    assert around.rates(book).bytes_per_token == pytest.approx(MIB, rel=0.02)
     await around.pool.stop()
 
 

@@ -30,6 +30,12 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert SECRET not in repr(settings)
 
 
+def test_ways_are_open_and_costs_decide_unless_told_otherwise() -> None:
+    settings = RouterSettings.load(flags=GOOD)
+    assert (settings.reuse, settings.direct, settings.by_cost) == (True, True, True)
+    assert not RouterSettings.load(flags={**GOOD, "reuse": False}).reuse
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -47,6 +53,7 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ({"listen": "[::]:1", "tokens_file": "t"}, "set fleet_secret or fleet_secret_file"),
         ({"fleet_secret": SECRET, "fleet_secret_file": "f"}, "keep one"),
         ({"reuse": False, "kv_recompute_threshold": 1}, "no effect while reuse is off"),
+        ({"reuse": False, "direct": True}, "direct has no effect while reuse is off"),
         ({"max_attempts": 0}, "max_attempts"),
         ({"directory_timeout_ms": 0}, "directory_timeout_ms"),
         ({"no_such_name": 1}, "no such setting"),

@@ -4,6 +4,10 @@ Computing, the first step and the size of a token's KV belong to a model's group
 pair as well, as soon as that pair has moved something. Reads in both directions use one path, so the hand-
 over of every turn also tells what reading back would take, even while nothing is read back.
 
+A way that looks dear is not taken, and so is not measured again. Two things keep an odd beginning from
+closing a way for good: D counts as fast as P until several DIRECT turns have said otherwise, and the size of
+a token's KV is taken from hand-overs until something was read back.
+
 The shared table holds means of what the replicas learnt. It is a seed for whoever has measured little
 himself, and never in a turn's way: it is read and written in the background.
 """
@@ -44,19 +48,24 @@ class CostBook:
         self._entries: dict[str, _Entry] = {}
         self._known: dict[str, Terms] = {}
         """What the shared table says."""
+        self._handed: dict[str, tuple[float, float]] = {}
+        """By group, bytes and descriptors per token of the latest hand-over of a prompt that was all new."""
         self._turns = 0
 
     def rates(self, served: Served, prefill: PrefillWorker | None, decode: DecodeWorker | None) -> Rates:
         """Return what a pair needs; workers not known yet are taken for average ones of the group."""
         group, seeds = _group(served), self._settings
         computing = self._at(f"prefill/{group}", Terms(seeds.seed_compute)).terms
+        at_decode = self._at(f"decode/{group}", computing)
+        known = at_decode.settled or f"decode/{group}" in self._known
+        bytes_, descriptors = self._handed.get(group, seeds.seed_kv)
         return Rates(
             prefill=computing,
-            decode=self._at(f"decode/{group}", computing).terms,
+            decode=at_decode.terms if known else computing,
             transfer=self._transfer(group, prefill, decode)[-1].terms,
             first_step_ms=self._one(f"first_step/{group}", seeds.seed_first_step_ms),
-            bytes_per_token=self._one(f"bytes/{group}", seeds.seed_kv[0]),
-            descriptors_per_token=self._one(f"descriptors/{group}", seeds.seed_kv[1]),
+            bytes_per_token=self._one(f"bytes/{group}", bytes_),
+            descriptors_per_token=self._one(f"descriptors/{group}", descriptors),
         )
 
     def learn(self, turn: Turn) -> None:
@@ -80,6 +89,12 @@ class CostBook:
                 features = transfer_features(transfer.bytes, transfer.descriptors)
                 for estimator in self._transfer(group, turn.pair.prefill, turn.pair.decode):
                     estimator.add(features, transfer.duration_ms)
+        if handoff.bytes and reuse.tokens.computed == turn.prompt_tokens:
+            # D may have had a part already: then this says too little, and a read is tried and measured.
+            self._handed[group] = (
+                handoff.bytes / turn.prompt_tokens,
+                handoff.descriptors / turn.prompt_tokens,
+            )
         if reuse.readback.bytes and reuse.tokens.readback:
             self._add(f"bytes/{group}", _ONE, reuse.readback.bytes / reuse.tokens.readback)
             self._add(f"descriptors/{group}", _ONE, reuse.readback.descriptors / reuse.tokens.readback)
@@ -102,7 +117,7 @@ class CostBook:
         for name, entry in list(self._entries.items()):
             estimator = entry.estimator
             fresh = estimator.count - entry.shared
-            if fresh > 0:
+            if fresh > 0 and estimator.settled:
                 entry.shared = estimator.count
                 await estimates.merge(name, estimator.terms.values, float(fresh))
         for name, estimate in (await estimates.read()).items():

@@ -36,11 +36,16 @@ class Estimator:
         self._seed = seed
         self._window: deque[tuple[Features, float]] = deque(maxlen=WINDOW)
 
+    @property
+    def settled(self) -> bool:
+        """Tell whether there are measurements enough that a single odd one counts little."""
+        return self.count >= REFIT_EVERY
+
     def reseed(self, seed: Terms) -> None:
         """Take what others have learnt, as long as there are few measurements here."""
         if seed == self._seed:
             return
-        if self.count < REFIT_EVERY and len(seed.values) == len(self._seed.values):
+        if not self.settled and len(seed.values) == len(self._seed.values):
             self._seed = seed
             self.terms = fit(seed, self._window)
 
@@ -50,7 +55,7 @@ class Estimator:
             return
         self._window.append((features, ms))
         self.count += 1
-        if self.count < REFIT_EVERY or self.count % (REFIT_EVERY if self.count < WINDOW else WINDOW) == 0:
+        if not self.settled or self.count % (REFIT_EVERY if self.count < WINDOW else WINDOW) == 0:
             self.terms = fit(self._seed, self._window)
 
 

@@ -46,15 +46,15 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Whether turns that name no conversation are held, too; otherwise only those that ask for it."""
     kv_recompute_threshold: Annotated[int, Field(ge=0)] | None = None
     """Below this many readable tokens a prompt is recomputed; absent: as the workers say."""
-    direct: bool = False
+    direct: bool = True
     """Whether a decode worker may go on from what it holds, without a prefill leg."""
     direct_max_suffix: Annotated[int, Field(ge=1)] = 512
     """Most new tokens of a prompt that a decode worker computes itself."""
     direct_budget_tokens: Annotated[int, Field(ge=1)] = 2048
     """New tokens that this router has each decode worker compute at a time."""
-    by_cost: bool = False
-    """Whether the cheapest of the ways that are open is taken, by measured costs; threshold and DIRECT limits
-    then only bound what is open."""
+    by_cost: bool = True
+    """Whether the cheapest of the ways that are open is taken, by measured costs; otherwise the first of
+    DIRECT, READBACK and RECOMPUTE that threshold and limits leave open."""
     seed_compute: Annotated[tuple[Seed, Seed, Seed], NoDecode] = (20.0, 0.0877, 1.98e-6)
     """Expected before anything is measured: milliseconds per prefill, per token, and per (end^2 - start^2)
     of the positions computed."""
@@ -173,7 +173,7 @@ class RouterSettings(ObservedSettings, GuardedSettings):
                 )
         if self.kv_recompute_threshold is not None and not self.reuse:
             raise ValueError("kv_recompute_threshold has no effect while reuse is off; remove one of them")
-        if self.direct and not self.reuse:
+        if self.direct and "direct" in self.model_fields_set and not self.reuse:
             raise ValueError("direct has no effect while reuse is off; remove one of them")
         return self
 

@@ -74,7 +74,9 @@ async def _play(engine: str, tokenizer: str, played: Any, **how: Any) -> dict[st
         workers=workers,
         # What a decode worker gives back must not be hidden by what the prefill worker remembers.
         prefill=[{"enable_prefix_caching": False, "kv_recompute_threshold": 0}],
-        routers=[{"kv_recompute_threshold": 0, "directory_timeout_ms": 2000.0}],
+        routers=[
+            {"kv_recompute_threshold": 0, "directory_timeout_ms": 2000.0, "direct": False, "by_cost": False}
+        ],
         gateways=[shared, {**shared, "exact_history": False}],
     )
     with tempfile.TemporaryDirectory(prefix="kvloop-bench-history-") as folder, Board() as board:

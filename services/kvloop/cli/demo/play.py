@@ -101,6 +101,9 @@ class Player:
         history = Conversation(self._renderer, script.SYSTEM)
         records: dict[str, list[TurnRecord]] = {"on": [], "off": []}
         for number, message in enumerate(script.turns(), start=1):
+            if number == script.STARTED_OVER:
+                await self._router.end(on.conversation_id, cache_salt=on.cache_salt)
+                history = Conversation(self._renderer, script.SYSTEM)
             prompt = history.ask(message)
             for leg in (off, on):
                 records[leg.name].append(await self._turn(number, prompt, leg))
@@ -132,8 +135,10 @@ class Player:
             summary = event.summary or summary
         if summary is None or ttft_s is None:
             raise CommandFailed(f"turn {number} of the leg {leg.name} got no answer")
-        after = await self._info.after(before, len(prompt))
         reuse = summary.reuse
+        # A prompt that goes to D directly is never P's to count.
+        through_p = 0 if reuse.verdict == turn_pb2.VERDICT_DIRECT else len(prompt)
+        after = await self._info.after(before, through_p)
         record = TurnRecord(
             turn=number,
             prompt_tokens=summary.prompt_tokens,

@@ -1,6 +1,7 @@
 """What a demo run found: the shape of out/demo.json, and what makes a run a failure."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class DemoRecord:
     off: list[TurnRecord]
     settings: dict[str, Any]
     versions: dict[str, str]
+    expected: Sequence[tuple[str, str]] = ()
+    """Verdict and reason of every turn with reuse."""
 
     @property
     def identical(self) -> bool:
@@ -51,8 +54,8 @@ class DemoRecord:
         for on, off in zip(self.on, self.off, strict=True):
             if on.token_ids != off.token_ids:
                 found.append(f"turn {on.turn}: the answers with and without reuse differ")
-            if on.turn > 1 and (on.verdict != "READBACK" or on.transfer_bytes == 0):
-                found.append(f"turn {on.turn}: nothing was read back from D ({on.verdict}, {on.reason})")
+            if not _as_it_says(on):
+                found.append(f"turn {on.turn}: its tokens did not come as {on.verdict} ({on.reason}) says")
             if on.tokens["readback"] != on.engine_external_tokens:
                 found.append(
                     f"turn {on.turn}: {on.tokens['readback']} tokens were reported as read back, but the "
@@ -60,6 +63,10 @@ class DemoRecord:
                 )
             if off.transfer_bytes or off.engine_external_tokens:
                 found.append(f"turn {off.turn}: the leg without reuse read from D")
+        for number, (verdict, why) in enumerate(self.expected, start=1):
+            took = [(turn.verdict, turn.reason) for turn in self.on if turn.turn == number]
+            if took != [(verdict, why)]:
+                found.append(f"turn {number} did not go {verdict} ({why})")
         return found
 
     def write(self, file: Path) -> None:
@@ -72,3 +79,11 @@ class DemoRecord:
         }
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _as_it_says(turn: TurnRecord) -> bool:
+    """Tell whether the tokens' sources are those of the verdict."""
+    read, held = turn.transfer_bytes > 0 and turn.tokens["readback"] > 0, turn.tokens["d_local"] > 0
+    return (read, held) == {"READBACK": (True, False), "DIRECT": (False, True)}.get(
+        turn.verdict, (False, False)
+    )

@@ -13,11 +13,23 @@ SYSTEM = (
 )
 WARM_UP = "Name three rivers of Europe, and the sea into which each of them flows."
 
+LONGEST_DIRECT = 256
+"""New tokens up to which D goes on by itself: the last tool result. Those before are longer and go through P."""
+WAYS = (
+    ("RECOMPUTE", "NOT_FOUND"),
+    *[("READBACK", "PROVEN")] * 4,
+    ("DIRECT", "PROVEN"),
+    ("RECOMPUTE", "NOT_FOUND"),
+)
+"""Verdict and reason of every turn with reuse."""
+STARTED_OVER = len(WAYS)
+"""Before this turn the agent ends its conversation: it begins anew, and nothing of it is held any more."""
+
 _SERVICES = ("checkout", "payment", "inventory", "basket", "mailer")
 
 
 def turns() -> list[str]:
-    """Return the six messages of the user's side."""
+    """Return the messages of the user's side."""
     return [
         _task(),
         _result("tail -n 18 /var/log/checkout/app.log", _log()),
@@ -25,6 +37,7 @@ def turns() -> list[str]:
         _result("kubectl get pods -n shop -o wide", _pods()),
         _result("git -C /srv/checkout diff v4.1.8 v4.1.9 -- config pool.py", _diff()),
         _result("pytest -q tests/pool", _tests()),
+        _task(),
     ]
 
 

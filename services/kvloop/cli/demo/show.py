@@ -50,10 +50,15 @@ class Display:
             if turn:
                 self._bar.advance(self._task)
             self._console.print(
-                f"{name}: {record.verdict}, {record.prompt_tokens} prompt tokens, "
+                f"{name}: {record.verdict} ({reason_text(record)}), {record.prompt_tokens} prompt tokens, "
                 f"first token {record.ttft_ms:.0f} ms",
                 highlight=False,
             )
+
+
+def reason_text(record: TurnRecord) -> str:
+    """Return a reason as people read it."""
+    return record.reason.lower().replace("_", " ")
 
 
 def table_of(record: DemoRecord) -> Table:
@@ -64,7 +69,8 @@ def table_of(record: DemoRecord) -> Table:
     for heading in ("turn", "prompt\ntokens"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for heading in ("P's\ncache", "read\nback", "com-\nputed", "off\nms", "on\nms", "off\n/ on", "D->P"):
+    table.add_column("reason", no_wrap=True)
+    for heading in ("read\nback", "held\nby D", "com-\nputed", "off\nms", "on\nms", "off\n/ on", "D->P"):
         table.add_column(heading, justify="right", no_wrap=True)
     for on, off in zip(record.on, record.off, strict=True):
         tokens = on.tokens
@@ -72,7 +78,8 @@ def table_of(record: DemoRecord) -> Table:
             str(on.turn),
             str(on.prompt_tokens),
             on.verdict,
-            *(str(tokens[name]) for name in ("p_local", "readback", "computed")),
+            reason_text(on),
+            *(str(tokens[name]) for name in ("readback", "d_local", "computed")),
             f"{off.ttft_ms:.0f}",
             f"{on.ttft_ms:.0f}",
             f"{off.ttft_ms / on.ttft_ms:.1f}",
