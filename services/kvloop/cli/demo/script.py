@@ -14,7 +14,7 @@ SYSTEM = (
 WARM_UP = "Name three rivers of Europe, and the sea into which each of them flows."
 
 LONGEST_DIRECT = 256
-"""New tokens up to which D goes on by itself: the last tool result. Those before are longer and go through P."""
+"""New tokens up to which D goes on by itself: the last tool result, which is shorter than those before."""
 WAYS = (
     ("RECOMPUTE", "NOT_FOUND"),
     *[("READBACK", "PROVEN")] * 4,
