@@ -11,6 +11,7 @@ from kvloop.metastore.hints import WRITTEN, hint_lengths, written_lengths
 from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.runtime.digests import hint_group, prefix_digests
 from kvloop.runtime.tokens import pack
+from kvloop.v1alpha1 import lease_pb2
 
 KEY = b"k" * 32
 GROUP = hint_group(KEY)
@@ -77,6 +78,53 @@ async def test_hints_that_can_t_be_written_cost_nothing_else(monkeypatch: pytest
     assert await bench.standing(scope()) == "c-1"
     assert bench.keeper.publications == {"won": 1}
     assert (await bench.directory.find_by_prefix(GROUP, digests(100, 120))).scope == b""
+
+
+async def test_hints_stand_as_long_as_a_session_keeps_the_lease() -> None:
+    bench = Bench()
+    await keep(bench, 100)
+    await bench.directory.set_alive(scope().scope, 1e5)
+    for second in range(0, 300, 5):
+        bench.clock.now = 1000.0 + second
+        await bench.prolonger.sweep()
+        found = await bench.directory.find_by_prefix(GROUP, digests(100, 120))
+        assert found.scope == scope().scope, second
+    assert bench.prolonger.prolonged >= 4
+
+
+async def test_hints_of_a_lease_without_session_end_with_it() -> None:
+    bench = Bench()
+    await keep(bench, 100)
+    bench.clock.now = 1054.0
+    await bench.prolonger.sweep()
+    hinted = await bench.directory.find_by_prefix(GROUP, digests(100, 120))
+    assert hinted.scope == scope().scope
+    # Another worker publishes the same conversation: nothing of the old hints leads there.
+    bench.clock.now = 1056.0
+    await bench.prolonger.sweep()
+    await bench.directory.publish(scope().scope, entry_of_another(), 60.0)
+    assert (await bench.directory.find_by_prefix(GROUP, digests(100, 120))).scope == b""
+
+
+async def test_hints_that_can_t_be_prolonged_cost_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    await keep(bench, 100)
+    await bench.directory.set_alive(scope().scope, 1e5)
+
+    async def away(*_: Any) -> None:
+        raise DirectoryUnavailable
+
+    monkeypatch.setattr(bench.directory, "publish_hints", away)
+    bench.clock.now = 1050.0
+    await bench.prolonger.sweep()
+    assert bench.prolonger.prolonged == 1
+    assert await bench.standing(scope()) == "c-1"
+
+
+def entry_of_another() -> lease_pb2.DirectoryEntry:
+    return lease_pb2.DirectoryEntry(
+        version=1, lease_id="other", decode_endpoint="127.0.0.1:8", turn_start_us=9, held=True
+    )
 
 
 async def test_a_lost_publication_hints_at_nothing() -> None:

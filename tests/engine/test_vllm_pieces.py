@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from kvloop.engine.port import DecodeJob, HoldTerms, PrefillJob, ReadGrant, Sour
 from kvloop.engine.settings import EngineSettings, resolve
 from kvloop.engine.vllm import env, outputs, transfer
 from kvloop.engine.vllm.stats import Counters
+from kvloop.runtime.config import ConfigError
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.v1alpha1 import sampling_pb2
 
@@ -73,6 +75,26 @@ def test_ports() -> None:
     assert env.side_channel_port(CPU.model_copy(update={"nixl_side_channel_port": 7000})) == 7000
     # Not among the ports that outgoing connections get.
     assert 1024 < env.side_channel_port(CPU) < 32_768
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_at_which_somebody_listens_is_refused(host: str) -> None:
+    taken = CPU.model_copy(update={"nixl_side_channel_host": host})
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        taken = taken.model_copy(update={"nixl_side_channel_port": server.getsockname()[1]})
+        with pytest.raises(
+            ConfigError, match=f"nixl_side_channel_port: nothing can listen at {host}.*in use"
+        ):
+            env.side_channel_port(taken)
+    assert env.side_channel_port(taken) == taken.nixl_side_channel_port
+
+
+@pytest.mark.parametrize("port", [0, 7000])
+def test_an_address_of_another_host_is_refused(port: int) -> None:
+    elsewhere = CPU.model_copy(update={"nixl_side_channel_host": "192.0.2.1", "nixl_side_channel_port": port})
+    with pytest.raises(ConfigError, match="an address of this host as nixl_side_channel_host"):
+        env.side_channel_port(elsewhere)
 
 
 def test_prefill_parameters() -> None:

@@ -92,6 +92,8 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._weights_version = str(extra("kvloop_weights_version", ""))
         self._waker = compat.EngineWaker()
         self._poked = False
+        self._unheard: Exception | None = None
+        """Why the handshake listener could not listen."""
         self._pool: Any = None
         path = extra("kvloop_control_path", None)
         if path is not None and vllm_config.parallel_config.data_parallel_size > 1:
@@ -116,9 +118,27 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._server.start()
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
-        """Serve handshakes; also the moment at which the engine core can be found."""
+        """Serve handshakes; also the moment at which the engine core can be found.
+
+        Raises OSError when nothing can listen at the side channel: no peer could read from this engine.
+        """
         self._waker.find_core()
         super().set_xfer_handshake_metadata(metadata)
+        if self._unheard is not None:
+            raise OSError(
+                f"the NIXL side channel can't listen at {self.side_channel_host}, "
+                f"port {self.side_channel_port}: {self._unheard}"
+            )
+
+    def _nixl_handshake_listener(self, encoded_data: Any, ready_event: Any, *rest: Any) -> None:
+        # vLLM's own waits for ever for a listener that could not bind.
+        try:
+            super()._nixl_handshake_listener(encoded_data, ready_event, *rest)
+        except Exception as error:
+            if ready_event.is_set():
+                raise
+            self._unheard = error
+            ready_event.set()
 
     def shutdown(self) -> None:
         """Close the control socket and the handshake listener."""

@@ -1,8 +1,8 @@
 """Leases of live conversations outlive their own TTL.
 
 While an agent holds a session open, a router keeps its conversation's alive key in the directory. Shortly
-before such a lease's entry would end, it is prolonged by its own TTL, by a minute at most, hold and entry
-both; so it never outlives the last sign of life by more than that. Nothing is prolonged past the longest
+before such a lease's entry would end, it is prolonged by its own TTL, by a minute at most: hold, entry and
+hints; so it never outlives the last sign of life by more than that. Nothing is prolonged past the longest
 hold, and a prolonged hold is evicted like any other when room is needed.
 
 Leases wait in a heap for the time at which they are looked at. Those due together cost one call of the
@@ -123,6 +123,8 @@ class Prolonger:
         if standing is Standing.MISSING:
             # The store has lost it; a session that is alive brings it back.
             await self._keeper.publish_again(lease)
+        else:
+            await self._publisher.hint_again(lease, until - now)
         self._wait_for_end(waiting, now)
 
     def _wait_for_end(self, waiting: _Waiting, now: float) -> None:

@@ -72,13 +72,23 @@ class Publisher:
         # Ahead of the entry: a lease that ends meanwhile has no tokens any more.
         hints = prefix_digests(lease.digest_key, lease.tokens, self._hinted_lengths(lease))
         published = await self._directory.publish(lease.scope, self.entry(lease), ttl_s)
-        if published.won and hints:
-            try:
-                await self._directory.publish_hints(hint_group(lease.digest_key), hints, lease.scope, ttl_s)
-            except DirectoryUnavailable as error:
-                # The conversation's own name still leads to it.
-                _log.info("hints_not_written", lease_id=lease.lease_id, outage=str(error))
+        if published.won:
+            await self._write(lease, hints, ttl_s)
         return published
+
+    async def hint_again(self, lease: Lease, remaining_s: float) -> None:
+        """Let what hints at a lease stand as long as its prolonged entry."""
+        hints = prefix_digests(lease.digest_key, lease.tokens, self._hinted_lengths(lease))
+        await self._write(lease, hints, self.entry_ttl_s(remaining_s))
+
+    async def _write(self, lease: Lease, hints: Sequence[bytes], ttl_s: float) -> None:
+        if not hints:
+            return
+        try:
+            await self._directory.publish_hints(hint_group(lease.digest_key), hints, lease.scope, ttl_s)
+        except DirectoryUnavailable as error:
+            # The conversation's own name still leads to it.
+            _log.info("hints_not_written", lease_id=lease.lease_id, outage=str(error))
 
     async def renew(self, leases: Sequence[tuple[Lease, float]]) -> list[Standing]:
         """Prolong the entries of leases, to so many seconds from now, where a session is open."""
@@ -87,7 +97,7 @@ class Publisher:
         )
 
     def _hinted_lengths(self, lease: Lease) -> list[int]:
-        return written_lengths(lease.num_tokens) if self._hints else []
+        return written_lengths(lease.num_tokens) if self._hints and lease.tokens else []
 
     async def soften(self, lease: Lease) -> None:
         """Mark a lease's entry as no longer held, if it is still the one that stands."""

@@ -123,6 +123,7 @@ class RouterApp:
             name=lambda: settings.router_id or self._endpoint,
             watch=TurnWatch(self._metrics),
             canary=Canary(settings, self._metrics, self._clock),
+            registry=self._store.registry if self._store is not None else None,
         )
         self._canary = tools.canary
         self._servicer = RouterServicer(tools, authenticator)

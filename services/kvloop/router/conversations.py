@@ -1,11 +1,14 @@
 """What is held for a conversation, and letting go of it."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvloop.metastore.port import DirectoryUnavailable, Found
+from kvloop.router.discovery import usable_endpoint
 from kvloop.router.identity import Owner
-from kvloop.router.legs import LegFailed
+from kvloop.router.legs import DecodeLink, LegFailed
 from kvloop.router.steps import check_salt
 from kvloop.router.turn import Tools
 from kvloop.router.worker import DecodeWorker
@@ -93,9 +96,10 @@ async def release(conversation: Conversation, tools: Tools) -> bool:
 
 
 async def _release(held: _Held, tools: Tools) -> bool:
-    if held.holder is not None and not held.lost:
+    async with _reach(held, tools) as link:
         try:
-            return await held.holder.link.release_lease(held.entry.lease_id, held.scope, _RELEASE_TIMEOUT_S)
+            if link is not None:
+                return await link.release_lease(held.entry.lease_id, held.scope, _RELEASE_TIMEOUT_S)
         except LegFailed as failed:
             if failed.answered and not failed.lease_missing:
                 raise failed.failure from None
@@ -105,6 +109,37 @@ async def _release(held: _Held, tools: Tools) -> bool:
     except DirectoryUnavailable:
         raise _unavailable() from None
     return removed and not held.lost
+
+
+@asynccontextmanager
+async def _reach(held: _Held, tools: Tools) -> AsyncIterator[DecodeLink | None]:
+    """Yield a link to the holder, or None when it is gone. Failures: DIRECTORY_UNAVAILABLE."""
+    if held.holder is not None:
+        yield None if held.lost else held.holder.link
+        return
+    # A router that has just started, or knows only some of the workers, still finds it in the registry. The
+    # entry's own address is not trusted: whoever gets a call gets this router's token with it.
+    endpoint = await _announced(held.entry.epoch, tools)
+    if endpoint is None:
+        yield None
+        return
+    link = tools.pool.decode_link(endpoint)
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+async def _announced(epoch: str, tools: Tools) -> str | None:
+    if tools.registry is None:
+        return None
+    try:
+        async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+            workers = await tools.registry.workers()
+    except (DirectoryUnavailable, TimeoutError):
+        raise _unavailable() from None
+    named = (w.endpoint for w in workers.values() if w.role == "decode" and w.epoch == epoch)
+    return next((endpoint for text in named if (endpoint := usable_endpoint(text)) is not None), None)
 
 
 async def _find(conversation: Conversation, tools: Tools) -> list[_Held]:

@@ -37,7 +37,7 @@ class Discovery:
         found = {
             (worker.role, at): worker
             for worker in announced.values()
-            if worker.role in _ROLES and (at := _endpoint(worker.endpoint)) is not None
+            if worker.role in _ROLES and (at := usable_endpoint(worker.endpoint)) is not None
         }
         gone: list[AnyWorker] = []
         for role, worker in self._known():
@@ -63,7 +63,8 @@ class Discovery:
         ]
 
 
-def _endpoint(text: str) -> str | None:
+def usable_endpoint(text: str) -> str | None:
+    """Return what the registry says of where a worker is, as host:port; None when it says nothing usable."""
     try:
         endpoint = endpoints.parse(text)
     except ValueError:

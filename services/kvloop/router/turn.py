@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
+from kvloop.metastore.registry import WorkerRegistry
 from kvloop.router.admission import Admission
 from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
@@ -50,6 +51,8 @@ class Tools:
     admission: Admission
     name: Callable[[], str]
     """Of this router; valid once it listens."""
+    registry: WorkerRegistry | None = None
+    """None where there is only a directory."""
 
 
 @dataclass(slots=True, eq=False)

@@ -175,6 +175,10 @@ class WorkerPool:
                 return worker
         return self.by_endpoint(endpoint)
 
+    def decode_link(self, endpoint: str) -> DecodeLink:
+        """Return a link to a decode worker that is none of ours, for one errand; the caller closes it."""
+        return DecodeLink(endpoint, self._security)
+
     def by_endpoint(self, endpoint: str) -> DecodeWorker | None:
         """Return the decode worker at an endpoint, or None."""
         return next((worker for worker in self.decode if worker.endpoint == endpoint), None)

@@ -107,13 +107,34 @@ _TRIES = 64
 
 
 def side_channel_port(settings: EngineSettings) -> int:
-    """Return the port asked for, or one that is free right now. Raises ConfigError when none is."""
-    if settings.nixl_side_channel_port:
-        return settings.nixl_side_channel_port
-    family = socket.AF_INET6 if ":" in settings.nixl_side_channel_host else socket.AF_INET
+    """Return the port asked for, or one that is free right now.
+
+    Raises ConfigError when nothing can listen there: vLLM would only find out once the model is loaded.
+    """
+    host, port = settings.nixl_side_channel_host, settings.nixl_side_channel_port
+    if port:
+        try:
+            _try_listening(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"nixl_side_channel_port: nothing can listen at {host}, port {port} ({error.strerror});"
+                " set another port, or an address of this host as nixl_side_channel_host"
+            ) from None
+        return port
     # The engine binds it much later; outgoing connections, which get ephemeral ports, must not take it first.
     for port in random.sample(_QUIET_PORTS, _TRIES):
-        with socket.socket(family) as probe, contextlib.suppress(OSError):
-            probe.bind((settings.nixl_side_channel_host, port))
+        with contextlib.suppress(OSError):
+            _try_listening(host, port)
             return port
-    raise ConfigError("nixl_side_channel_port: none of the ports tried is free; set one")
+    raise ConfigError(
+        f"nixl_side_channel_port: none of the ports tried is free at {host}; set one, or an address of this"
+        " host as nixl_side_channel_host"
+    )
+
+
+def _try_listening(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        # As the engine does: connections of a former life that are still closing are in nobody's way.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        probe.listen(1)
