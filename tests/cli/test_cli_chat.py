@@ -39,9 +39,10 @@ async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place
     folder = tmp_path_factory.mktemp("fleet")
     tokens = folder / "tokens"
     tokens.write_text(f"{hashlib.sha256(TOKEN.encode()).hexdigest()} alpha\n")
+    reads_back = {"direct": False, "by_cost": False}
     plan = FleetPlan(
         prefill=({"enable_prefix_caching": False},),
-        routers=({}, {"tokens_file": str(tokens)}),
+        routers=(reads_back, {**reads_back, "tokens_file": str(tokens)}),
         workers={
             "engine": "simulated",
             "block_size": 16,

@@ -22,7 +22,7 @@ async def watched_fleet(folder: Path, **router: Any) -> AsyncIterator[Fleet]:
         workers={**workers, **WATCHED},
         prefill=({"begin_read_timeout_s": 5.0},),
         decode=({}, {}),
-        routers=({**WATCHED, **router},),
+        routers=({**WATCHED, "direct": False, "by_cost": False, **router},),
     )
     async with Fleet(plan, folder) as running:
         yield running

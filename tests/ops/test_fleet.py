@@ -27,7 +27,7 @@ async def fleet(tmp_path_factory: Any) -> AsyncIterator[Fleet]:
     plan = FleetPlan(
         workers={"engine": "simulated", "block_size": 32, **watched, **patient},
         prefill=({"begin_read_timeout_s": 5.0},),
-        routers=({**watched, **patient, "info_interval_s": 0.2},),
+        routers=({**watched, **patient, "info_interval_s": 0.2, "direct": False, "by_cost": False},),
     )
     async with Fleet(plan, folder) as running:
         yield running

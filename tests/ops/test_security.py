@@ -60,7 +60,13 @@ async def fleet(folder: Path) -> AsyncIterator[Fleet]:
         prefill=[{**files(folder, "prefill"), **token, **metrics}],
         decode=[{**files(folder, "decode"), **token, **metrics}],
         routers=[
-            {**files(folder, "router"), **token, **metrics, "tokens_file": str(folder / "tenants")},
+            {
+                **files(folder, "router"),
+                **token,
+                **metrics,
+                "tokens_file": str(folder / "tenants"),
+                "by_cost": False,
+            },
         ],
         workers={"engine": "simulated", "kv_recompute_threshold": 16, "enable_prefix_caching": False},
     )

@@ -81,7 +81,7 @@ async def _measure(engine: dict[str, Any], own: Mapping[str, Any], folder: Path)
         workers={**engine, **patient},
         prefill=[{"enable_prefix_caching": False}],
         decode=[{}, {"hold_share": 0.9, **_few_blocks(engine)}],
-        routers=[patient],
+        routers=[{**patient, "direct": False, "by_cost": False}],
     )
     with Board() as board:
         fleet = Fleet(plan, folder, board.tell)

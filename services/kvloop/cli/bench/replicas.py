@@ -192,7 +192,8 @@ async def _played(
             workers={**setting.workers(), **_PATIENT},
             prefill=[{"enable_prefix_caching": False}],
             decode=[{}, {}],
-            routers=[_PATIENT] * ROUTERS,
+            # What is reused shows as read back.
+            routers=[{**_PATIENT, "direct": False, "by_cost": False}] * ROUTERS,
             store_url=store_url,
         )
         fleet, endpoint = await stack.enter_async_context(open_balanced(plan, folder, binary, setting.config))

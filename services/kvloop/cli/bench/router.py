@@ -103,7 +103,8 @@ async def _stand(preset: str, folder: Path) -> AsyncIterator[_Stand]:
         "directory_timeout_ms": 2000.0,
         "extra_engine_args": {"preset": preset},
     }
-    patient = {"directory_timeout_ms": 2000.0}
+    # The longest way: both legs, and a read in between.
+    patient = {"directory_timeout_ms": 2000.0, "direct": False, "by_cost": False}
     async with Fleet(FleetPlan(workers=workers, routers=[patient]), folder) as fleet:
         pid = fleet.parts["router-0"].pid
         assert pid is not None

@@ -128,12 +128,21 @@ def plan_of(engine: str, folder: Path) -> "FleetPlan":
         # Room for the whole conversation within the half that leases may keep.
         workers["kv_cache_memory_bytes"] = 400 * MIB
     patient = {"directory_timeout_ms": 1000.0}
+    router = {
+        **patient,
+        **traced,
+        # What one router finds of another's turn shows as read back, in the trace too.
+        "direct": False,
+        "by_cost": False,
+        # On two cores a repeat of a longer prompt would hold up the conversation for many seconds.
+        "canary_per_minute": 60.0,
+        "canary_max_prompt_tokens": 1500,
+    }
     return FleetPlan(
         workers={**workers, **traced, **patient},
         prefill=({"enable_prefix_caching": False, "begin_read_timeout_s": 5.0},),
         decode=({}, {}),
-        # On two cores a repeat of a longer prompt would hold up the conversation for many seconds.
-        routers=({**traced, **patient, "canary_per_minute": 60.0, "canary_max_prompt_tokens": 1500},) * 3,
+        routers=(router,) * 3,
     )
 
 
