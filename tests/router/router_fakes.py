@@ -405,15 +405,19 @@ class Client:
 
 async def collect(call: Any, into: Answer | None = None) -> Answer:
     answer = into if into is not None else Answer()
-    async for response in call:
-        assert answer.summary is None, "nothing comes after the summary"
-        if response.WhichOneof("event") == "summary":
-            answer.summary = response.summary
-        else:
-            answer.chunks += 1
-            answer.token_ids += tokens.unpack(response.chunk.token_ids)
-            answer.text += response.chunk.text
-            answer.logprobs += len(response.chunk.logprobs)
+    try:
+        async for response in call:
+            assert answer.summary is None, "nothing comes after the summary"
+            if response.WhichOneof("event") == "summary":
+                answer.summary = response.summary
+            else:
+                answer.chunks += 1
+                answer.token_ids += tokens.unpack(response.chunk.token_ids)
+                answer.text += response.chunk.text
+                answer.logprobs += len(response.chunk.logprobs)
+    finally:
+        # A reader that is cancelled as its first answer comes in leaves grpc.aio's call going.
+        call.cancel()
     return answer
 
 
