@@ -155,7 +155,7 @@ async def test_stock_turns_fail_as_others_do(how: str) -> None:
 
 
 def test_stock_engines_are_like_ours() -> None:
-    settings = resolve(EngineSettings(model="m", max_model_len=2048, device="cpu"))
+    settings = resolve(EngineSettings.model_validate({"model": "m", "max_model_len": 2048, "device": "cpu"}))
     prefill = stock.arguments(settings, "prefill", 1, None)
     decode = stock.arguments(settings, "decode", 2, 97)
     assert "--no-enable-prefix-caching" in prefill
