@@ -1,11 +1,13 @@
 """The Grafana dashboard: made of metrics that exist, and every query answered by a real Prometheus."""
 
 import asyncio
+import hashlib
 import json
 import re
 import shutil
 import time
 import urllib.parse
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,15 @@ import pytest_asyncio
 import yaml
 from ops_fleet import play, watched_fleet
 from ops_http import get
+from prometheus_client import start_http_server
 
 from kvloop.cli.supervisor.fleet import Fleet
+from kvloop.gateway import metrics as gateway
+from kvloop.gateway.exchange import Exchange
+from kvloop.gateway.segments import Rendering
 from kvloop.metastore.embedded import free_port
 from kvloop.runtime.catalogue import CATALOGUE
+from kvloop.v1alpha1 import turn_pb2
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "kvloop.json").read_text(encoding="utf-8"))
@@ -68,9 +75,28 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield running
 
 
+@pytest.fixture
+def gateway_metrics() -> Iterator[str]:
+    """Serve what a gateway counts; this process stands in for one, which would need vLLM."""
+    endpoint = f"127.0.0.1:{(port := free_port())}"
+    server, thread = start_http_server(port, "127.0.0.1")
+    yield endpoint
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def chat() -> None:
+    summary = turn_pb2.Summary(reuse=turn_pb2.Reuse(verdict=turn_pb2.VERDICT_READBACK))
+    counts = gateway.Metrics()
+    counts.ended(Exchange(), summary)
+    rendering = Rendering("abc", [1, 2, 3], 1, 1, 0, 0, hashlib.blake2b(), array("I"))
+    counts.rendered(rendering, cache_bytes=100)
+
+
 @pytest_asyncio.fixture
-async def prometheus(fleet: Fleet, tmp_path: Path) -> AsyncIterator[str]:
-    jobs = [
+async def prometheus(fleet: Fleet, gateway_metrics: str, tmp_path: Path) -> AsyncIterator[str]:
+    jobs: list[dict[str, Any]] = [
         {
             "job_name": role,
             "static_configs": [
@@ -79,6 +105,7 @@ async def prometheus(fleet: Fleet, tmp_path: Path) -> AsyncIterator[str]:
         }
         for role in ("router", "prefill", "decode")
     ]
+    jobs.append({"job_name": "gateway", "static_configs": [{"targets": [gateway_metrics]}]})
     file = tmp_path / "prometheus.yml"
     document = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": jobs}
     file.write_text(yaml.safe_dump(document), encoding="utf-8")
@@ -117,6 +144,7 @@ async def test_every_query_finds_data(fleet: Fleet, prometheus: str) -> None:
     while waiting:
         assert time.monotonic() < limit, f"no data for: {list(waiting)}"
         await play(fleet, f"c{played}")
+        chat()
         played += 1
         for expression in list(waiting):
             try:

@@ -63,6 +63,7 @@ async def test_a_reused_turn_is_counted_everywhere(fleet: SimFleet) -> None:
     assert value(held, "kvloop_leases", state="live") == 1
     assert value(held, "kvloop_leases_ended_total", reason="superseded") == 1
     assert value(held, "kvloop_lease_publications_total", outcome="won") == 2
+    assert value(held, "kvloop_lease_publish_seconds_count") == 2
     assert value(held, "kvloop_reads_granted_total") == 1
     assert value(held, "kvloop_transfer_seconds_count") == 2
     assert value(held, "kvloop_engine_up") == 1
@@ -113,7 +114,9 @@ async def test_live_and_ready(fleet: SimFleet) -> None:
         assert (await get(endpoint, "/metrics", "HEAD")) == (200, "")
         assert (await get(endpoint, "/metrics", "POST"))[0] == 405
         assert (await get(endpoint, "/elsewhere"))[0] == 404
+    assert value(await scrape(router.metrics_endpoint), "kvloop_draining") == 0
     await router.drain()
+    assert value(await scrape(router.metrics_endpoint), "kvloop_draining") == 1
     assert await get(router.metrics_endpoint, "/readyz") == (503, "not ready\n")
     assert await get(router.metrics_endpoint, "/livez") == (200, "alive\n")
 

@@ -2,7 +2,7 @@
 
 Three measurements, on services that run: BeginRead + EndRead on a decode worker, idle and while it streams;
 the CPU time of a decode worker that holds leases and does nothing else; and conversations that need twice the
-decode worker's KV, with leases and without, in turns, while requests without any come in between.
+decode worker's KV, with leases, without, and on stock vLLM, in turns.
 """
 
 import asyncio
@@ -12,13 +12,14 @@ import os
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvloop.bench.target import Request, Target
+from kvloop.bench.target import Outcome, Request, Target, TargetFailed
+from kvloop.metastore.port import DirectoryUnavailable, LeaseDirectory
 from kvloop.runtime import channels, digests, tokens
 from kvloop.v1alpha1 import decode_service_pb2, decode_service_pb2_grpc, sampling_pb2, turn_pb2, worker_pb2
 
@@ -26,6 +27,10 @@ CALL_S = 10.0
 STREAM_TOKENS = 1500
 RECENT = 3
 """A conversation comes back after so many others have been there."""
+SESSION_LEASE_S = 20
+"""TTL of leases whose sessions are open: short, so that they are prolonged while it is measured."""
+ALIVE_S = 30.0
+"""A session's alive key lasts so long, and is written three times as often, as routers do."""
 
 _ids = itertools.count()
 
@@ -58,22 +63,28 @@ class Holder:
         """Return random token ids."""
         return [self._words.randrange(5, self.info.vocab_size) for _ in range(length)]
 
-    def _request(self, prompt: list[int], max_tokens: int, *, hold: bool) -> decode_service_pb2.DecodeRequest:
-        name = f"bench-{next(_ids)}"
+    def _request(
+        self, prompt: list[int], max_tokens: int, *, hold: bool, name: str = "", ttl_s: int = 0
+    ) -> decode_service_pb2.DecodeRequest:
+        name = name or f"bench-{next(_ids)}"
+        retention = turn_pb2.Retention(hold=hold)
+        if ttl_s:
+            retention.ttl.FromSeconds(ttl_s)
         return decode_service_pb2.DecodeRequest(
             request_id=name,
             scope=turn_pb2.TurnScope(
-                scope=name.encode().ljust(32), digest_key=self._key, conversation_id=name, tenant="bench"
+                scope=scope_of(name), digest_key=self._key, conversation_id=name, tenant="bench"
             ),
             prompt_token_ids=tokens.pack(prompt),
             sampling=sampling_pb2.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-            retention=turn_pb2.Retention(hold=hold),
+            retention=retention,
         )
 
-    async def lease(self, prompt: list[int]) -> turn_pb2.LeaseInfo:
-        """Have the worker compute a prompt and hold it."""
+    async def lease(self, prompt: list[int], name: str = "", ttl_s: int = 0) -> turn_pb2.LeaseInfo:
+        """Have the worker compute a prompt and hold it, for its own time or ttl_s."""
         summary = None
-        async for response in self._stub.Decode(self._request(prompt, 1, hold=True), timeout=60):
+        request = self._request(prompt, 1, hold=True, name=name, ttl_s=ttl_s)
+        async for response in self._stub.Decode(request, timeout=60):
             if response.HasField("summary"):
                 summary = response.summary
         if summary is None or not summary.HasField("lease"):
@@ -124,6 +135,11 @@ class Holder:
             await self._stub.EndRead(end, timeout=CALL_S)
             took.append((time.perf_counter() - begun) * 1e3)
         return took
+
+
+def scope_of(name: str) -> bytes:
+    """Return the directory's key of a conversation of these measurements, 32 bytes."""
+    return name.encode().ljust(32)
 
 
 async def _drain(call: Any) -> None:
@@ -179,26 +195,64 @@ def family(pid: int) -> dict[str, list[int]]:
     return {"front": [pid], "core": below}
 
 
-async def idle_cpu(holder: Holder, pid: int, leases: int, seconds: float) -> dict[str, Any]:
-    """Measure the share of a core that a decode worker takes that holds leases and does nothing else."""
+async def idle_cpu(
+    holder: Holder, pid: int, leases: int, seconds: float, directory: LeaseDirectory
+) -> dict[str, Any]:
+    """Measure the share of a core that a decode worker takes that holds leases and does nothing else.
+
+    Three times: without leases, with some of as many conversations, and with as many short ones whose
+    sessions are open, which the worker prolongs again and again. directory: the worker's, for alive keys.
+    Raises RuntimeError when the worker has let a lease go.
+    """
     processes = family(pid)
     found: dict[str, Any] = {"leases": leases, "seconds": seconds}
-    held: list[turn_pb2.LeaseInfo] = []
-    for name, count in (("without_leases", 0), ("with_leases", leases)):
-        while len(held) < count:
-            held.append(await holder.lease(holder.prompt(holder.info.block_size - 4)))
+
+    async def watch(what: str, count: int) -> None:
         before = {part: cpu_seconds(pids) for part, pids in processes.items()}
         begun = time.perf_counter()
         await asyncio.sleep(seconds)
         took = time.perf_counter() - begun
         shares = {part: (cpu_seconds(pids) - before[part]) / took for part, pids in processes.items()}
-        found[name] = {**{part: round(share, 4) for part, share in shares.items()}}
-        found[name]["all"] = round(sum(shares.values()), 4)
-    if (await holder.facts()).pool.leases < leases:
-        raise RuntimeError("the decode worker has let leases go")
+        found[what] = {part: round(share, 4) for part, share in shares.items()}
+        found[what]["all"] = round(sum(shares.values()), 4)
+        if (await holder.facts()).pool.leases < count:
+            raise RuntimeError("the decode worker has let leases go")
+
+    def prompt() -> list[int]:
+        return holder.prompt(holder.info.block_size - 4)
+
+    await watch("without_leases", 0)
+    held = [await holder.lease(prompt()) for _ in range(leases)]
+    await watch("with_leases", leases)
+    for lease in held:
+        await holder.release(lease)
+    names = [f"session-{next(_ids)}" for _ in range(leases)]
+    async with _sessions(directory, names):
+        held = [await holder.lease(prompt(), name, SESSION_LEASE_S) for name in names]
+        await watch("with_sessions", leases)
     for lease in held:
         await holder.release(lease)
     return found
+
+
+@asynccontextmanager
+async def _sessions(directory: LeaseDirectory, names: list[str]) -> AsyncIterator[None]:
+    """Keep conversations alive, as routers do while sessions are open."""
+
+    async def beat() -> None:
+        while True:
+            for name in names:
+                with contextlib.suppress(DirectoryUnavailable):
+                    await directory.set_alive(scope_of(name), ALIVE_S)
+            await asyncio.sleep(ALIVE_S / 3)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await beating
 
 
 @dataclass(slots=True)
@@ -206,6 +260,8 @@ class Pressure:
     """What one way of serving came to."""
 
     second_turns: int = 0
+    """That were to be served."""
+    served: int = 0
     reused: int = 0
     tokens: int = 0
     """Prompt tokens of second turns."""
@@ -215,11 +271,26 @@ class Pressure:
     """Of requests without a lease."""
     second_ttft_ms: list[float] = field(default_factory=list)
 
+    def take(self, outcome: Outcome) -> None:
+        """Take note of a second turn."""
+        self.served += 1
+        self.reused += outcome.verdict in {"READBACK", "DIRECT"}
+        self.tokens += outcome.input_num_tokens
+        self.tokens_reused += outcome.tokens["readback"] + outcome.tokens["d_local"]
+        self.second_ttft_ms.append(outcome.ttft_ms)
+
     def summary(self) -> dict[str, Any]:
-        """Return the figures."""
+        """Return the figures. A second turn that was not served has reused nothing."""
         return {
             "second_turns": self.second_turns,
+            "served": self.served,
             "reuse_rate": round(self.reused / self.second_turns, 4),
+        }
+
+    def timed_summary(self) -> dict[str, Any]:
+        """Return the figures, with what only our own services tell."""
+        return {
+            **self.summary(),
             "reused_tokens": round(self.tokens_reused / self.tokens, 4),
             "preemptions": self.preemptions,
             "ttft_without_lease_ms": percentiles(self.ttft_ms),
@@ -227,39 +298,56 @@ class Pressure:
         }
 
 
+Stock = Callable[[], AbstractAsyncContextManager[Target]]
+"""Starts a fresh P and D of stock vLLM, D with as many blocks as the holder, and ends them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Oversubscription:
-    """Conversations that need `factor` times the decode worker's KV."""
+    """Conversations that need `factor` times the decode worker's KV.
+
+    With leases and with retention off, requests without a conversation follow one another meanwhile. Stock
+    vLLM is spared them, as D would hold those too. It holds every turn for minutes and evicts none, so that
+    it comes to a stand when its pool is full: there a round of it ends, and it starts anew with the next.
+    """
 
     factor: float = 2.0
     blocks: int = 12
     """Blocks of a conversation's first turn."""
     rounds: int = 3
-    """Each serves every conversation once with leases and once without."""
+    """Each serves every conversation once in each way."""
     single_tokens: int = 64
     """Prompt of a request without a lease."""
 
-    async def measure(self, target: Target, holder: Holder) -> dict[str, Any]:
-        """Play; the target's only decode worker is the holder."""
+    async def measure(self, target: Target, holder: Holder, stock: Stock | None = None) -> dict[str, Any]:
+        """Play; the target's only decode worker is the holder. stock: None leaves it out."""
         ways = {"leases": Pressure(), "retention_off": Pressure()}
+        if stock is not None:
+            ways["stock"] = Pressure()
         order = list(ways)
         for _ in range(self.rounds):
             for way in order:
+                ways[way].second_turns += self._count(holder)
+                if way == "stock" and stock is not None:
+                    await self._stock_round(stock, holder, ways[way])
+                    continue
                 before = (await holder.facts()).counters.preemptions
                 await self._round(target, holder, way, ways[way])
                 ways[way].preemptions += (await holder.facts()).counters.preemptions - before
             order.reverse()
-        found: dict[str, Any] = {way: pressure.summary() for way, pressure in ways.items()}
-        with_p99, without_p99 = (found[way]["ttft_without_lease_ms"]["p99"] for way in ways)
+        on, off = (ways[way].timed_summary() for way in ("leases", "retention_off"))
         return {
             "pool_blocks": holder.info.pool.total_blocks,
             "conversations": self._count(holder),
             "blocks_of_a_conversation": self.blocks,
             "rounds": self.rounds,
-            **found,
-            "preemptions_due_to_leases": found["leases"]["preemptions"]
-            - found["retention_off"]["preemptions"],
-            "p99_ratio_without_lease": round(with_p99 / without_p99, 4),
+            "leases": on,
+            "retention_off": off,
+            "stock": ways["stock"].summary() if stock is not None else None,
+            "preemptions_due_to_leases": on["preemptions"] - off["preemptions"],
+            "p99_ratio_without_lease": round(
+                on["ttft_without_lease_ms"]["p99"] / off["ttft_without_lease_ms"]["p99"], 4
+            ),
         }
 
     def _count(self, holder: Holder) -> int:
@@ -268,30 +356,31 @@ class Oversubscription:
     async def _round(self, target: Target, holder: Holder, way: str, pressure: Pressure) -> None:
         singles = asyncio.create_task(self._singles(target, holder, pressure))
         try:
-            await self._conversations(target, holder, way, pressure)
+            await self._conversations(target, holder, pressure, reuse=way == "leases")
         finally:
             singles.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await singles
+
+    async def _stock_round(self, stock: Stock, holder: Holder, pressure: Pressure) -> None:
+        async with stock() as target:
+            with contextlib.suppress(TargetFailed):
+                await self._conversations(target, holder, pressure, reuse=True)
 
     async def _singles(self, target: Target, holder: Holder, pressure: Pressure) -> None:
         while True:
             request = Request(holder.prompt(self.single_tokens), 4, "", reuse=False)
             pressure.ttft_ms.append((await target.send(request)).ttft_ms)
 
-    async def _conversations(self, target: Target, holder: Holder, way: str, pressure: Pressure) -> None:
-        reuse = way == "leases"
+    async def _conversations(
+        self, target: Target, holder: Holder, pressure: Pressure, *, reuse: bool
+    ) -> None:
         waiting: list[tuple[str, list[int]]] = []
         names: list[str] = []
 
         async def come_back() -> None:
             name, prompt = waiting.pop(0)
-            outcome = await target.send(Request(prompt, 8, name, reuse=reuse))
-            pressure.second_turns += 1
-            pressure.reused += outcome.verdict in {"READBACK", "DIRECT"}
-            pressure.tokens += outcome.input_num_tokens
-            pressure.tokens_reused += outcome.tokens["readback"] + outcome.tokens["d_local"]
-            pressure.second_ttft_ms.append(outcome.ttft_ms)
+            pressure.take(await target.send(Request(prompt, 8, name, reuse=reuse)))
 
         for _ in range(self._count(holder)):
             name = f"leases-{next(_ids)}"

@@ -126,6 +126,7 @@ class DecodeApp:
         keeper = Keeper(engine, publisher, clock, policy)
         metrics = self._life.metrics
         keeper.table.tell_gap = lambda gap_s: metrics.observe("kvloop_turn_gap_seconds", value=gap_s)
+        keeper.tell_published = lambda took_s: metrics.observe("kvloop_lease_publish_seconds", value=took_s)
         prolonger = Prolonger(engine, keeper, publisher, clock, LivePolicy(max_ttl_s=settings.max_ttl_s))
         keeper.on_lease = prolonger.add
         direct = Direct(engine, keeper, clock, DirectPolicy(budget=settings.direct_budget_tokens))

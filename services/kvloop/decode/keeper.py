@@ -66,6 +66,8 @@ class Keeper:
         """By outcome: won, lost, deferred, given_up."""
         self.on_lease: Callable[[Lease], None] = lambda _lease: None
         """Told of every new lease."""
+        self.tell_published: Callable[[float], None] = lambda _: None
+        """Told the seconds that a publication took, the directory's answer or its failure included."""
         self._engine = engine
         self._publisher = publisher
         self._clock = clock
@@ -211,7 +213,7 @@ class Keeper:
             if not lease.is_live():
                 return Kept()
             newer = [other for other in self.table.live(lease.scope) if _later(other, lease)]
-            published = None if newer else await self._publisher.publish(lease)
+            published = None if newer else await self._write(lease)
             won = published is not None and published.won
             self.publications["won" if won else "lost"] += 1
             if not won:
@@ -227,6 +229,13 @@ class Keeper:
         if not won or not lease.is_live():
             return Kept()
         return Kept(lease, self._elsewhere(published))
+
+    async def _write(self, lease: Lease) -> Published:
+        begun = self._clock.monotonic()
+        try:
+            return await self._publisher.publish(lease)
+        finally:
+            self.tell_published(self._clock.monotonic() - begun)
 
     def _supersede(self, lease: Lease) -> list[Lease]:
         now = self._clock.monotonic()

@@ -161,6 +161,7 @@ class WorkerLife:
     async def drain(self) -> None:
         """Be alive, but not ready any more."""
         self._draining = True
+        self.metrics.put("kvloop_draining", value=1)
         await self.server.set_ready(False)
         if self._opened:
             with contextlib.suppress(DirectoryUnavailable):

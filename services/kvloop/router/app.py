@@ -142,6 +142,7 @@ class RouterApp:
 
     async def drain(self) -> None:
         """Turn readiness off and let running turns end."""
+        self._metrics.put("kvloop_draining", value=1)
         await self._stop_following()
         if self._server is not None:
             await self._server.set_ready(False)

@@ -11,7 +11,7 @@ from typing import Literal
 from kvloop.v1alpha1 import errors_pb2, turn_pb2
 
 Kind = Literal["counter", "gauge", "histogram"]
-Process = Literal["router", "prefill", "decode"]
+Process = Literal["router", "prefill", "decode", "gateway"]
 
 OTHER = "other"
 
@@ -30,6 +30,11 @@ OUTAGES = (
     *("timeout", "connection", "loading", "readonly", "moved", "cluster_down", "out_of_memory"),
     *("authentication", "permission", "pool", "breaker", "closed", "unfit"),
 )
+IDENTITIES = (
+    *("conversation_id", "session_id", "vllm_xargs.session_id"),
+    *("x-session-id", "x-dynamo-session-id", "x-claude-code-session-id", "session-id", "none"),
+)
+"""Where a gateway finds a conversation's name."""
 ENDINGS = ("superseded", "expired", "evicted", "released", "revoked", "lost", "unpublished")
 
 VERDICT = ("verdict", VERDICTS)
@@ -43,6 +48,8 @@ GAP_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1800
 TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
 
 ALL: tuple[Process, ...] = ("router", "prefill", "decode")
+"""Those with a server for metrics; a gateway has them beside those of vLLM's serving code."""
+PROCESSES: tuple[Process, ...] = (*ALL, "gateway")
 WORKERS: tuple[Process, ...] = ("prefill", "decode")
 
 
@@ -92,6 +99,7 @@ def _histogram(
 _ROUTER: tuple[Process, ...] = ("router",)
 _PREFILL: tuple[Process, ...] = ("prefill",)
 _DECODE: tuple[Process, ...] = ("decode",)
+_GATEWAY: tuple[Process, ...] = ("gateway",)
 
 CATALOGUE: tuple[Metric, ...] = (
     # Turns, as routers see them.
@@ -159,6 +167,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("state", ("ready", "paused", "gone")),
         of=_ROUTER,
     ),
+    _gauge("draining", "1 while the process takes no new turns because it is about to end.", of=ALL),
     # The store.
     _gauge("store_degraded", "1 while the store's breaker is open and turns go cold.", of=ALL),
     _counter("store_outages", "Operations on the store that failed, by why.", ("outage", OUTAGES), of=ALL),
@@ -171,6 +180,9 @@ CATALOGUE: tuple[Metric, ...] = (
         "Publications: won, lost to a later turn, put off while the store was away, given up.",
         ("outcome", ("won", "lost", "deferred", "given_up")),
         of=_DECODE,
+    ),
+    _histogram(
+        "lease_publish_seconds", "Duration of publications, those that failed included.", STEP_S, of=_DECODE
     ),
     _histogram(
         "turn_gap_seconds",
@@ -217,6 +229,34 @@ CATALOGUE: tuple[Metric, ...] = (
         of=WORKERS,
     ),
     _gauge("pool_held_share", "Share of all KV blocks that leases hold.", of=WORKERS),
+    # Chats, as gateways see them.
+    _counter(
+        "gateway_turns",
+        "Turns that ended, by the way taken, why, and where the conversation's name was found.",
+        VERDICT,
+        REASON,
+        ("identity", IDENTITIES),
+        of=_GATEWAY,
+    ),
+    _counter(
+        "gateway_failures",
+        "Turns that failed, by why; refused: by vLLM's own checks of the request.",
+        ("reason", (*ERROR_REASONS, "refused")),
+        of=_GATEWAY,
+    ),
+    _counter(
+        "gateway_prompt_tokens",
+        "Prompt tokens of turns that ended, by where their KV came from.",
+        ("source", SOURCES),
+        of=_GATEWAY,
+    ),
+    _counter(
+        "gateway_rendered_tokens",
+        "Tokens of rendered chats: of messages rendered before, of answers as generated, tokenized.",
+        ("source", ("cached", "restored", "tokenized")),
+        of=_GATEWAY,
+    ),
+    _gauge("gateway_render_cache_bytes", "What the cache of rendered messages holds.", of=_GATEWAY),
 )
 
 BY_NAME = {metric.name: metric for metric in CATALOGUE}

@@ -6,7 +6,7 @@ python -m kvloop.runtime.catalogue_page docs/metrics.md
 import sys
 from pathlib import Path
 
-from kvloop.runtime.catalogue import ALL, CATALOGUE, OTHER, Metric
+from kvloop.runtime.catalogue import CATALOGUE, OTHER, PROCESSES, Metric
 
 _HEAD = """# Metrics
 
@@ -15,7 +15,8 @@ Made from the catalogue in `services/kvloop/runtime/catalogue.py` by `make docs`
 Each router, prefill and decode process serves `/metrics`, `/livez` and `/readyz` over HTTP where
 `metrics_listen` says (`--metrics-listen 127.0.0.1:9601`); without that setting it serves none. An address
 that other hosts reach needs `metrics_open` as well. Ready means the same as in gRPC's health checks. The
-gateway has `/metrics` on its own port. Alerts on these metrics are in `deploy/prometheus/alerts.yml`.
+gateway has `/metrics` on its own port, with those of vLLM's HTTP server beside its own. Alerts on these
+metrics are in `deploy/prometheus/alerts.yml`.
 
 Labels take only the values listed; anything else is counted as `{other}`.
 """
@@ -24,7 +25,7 @@ Labels take only the values listed; anything else is counted as `{other}`.
 def page() -> str:
     """Return the document."""
     parts = [_HEAD.format(other=OTHER)]
-    for process in ALL:
+    for process in PROCESSES:
         parts.append(
             f"\n## {process.capitalize()}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
         )

@@ -1,6 +1,7 @@
 """`kvloop bench leases`."""
 
 import asyncio
+import functools
 import json
 import shutil
 import tempfile
@@ -16,14 +17,20 @@ from kvloop.cli.errors import EXIT_FAILED, say, sentences
 _HELP = """Measure what leases cost, and what they are worth under memory pressure.
 
 Starts a prefill worker without a prefix cache, two decode workers (the second with few blocks) and a router
-to the second. The engine's options go to every worker. Writes one JSON file.
+to the second; under memory pressure, on CPUs, also a P and a D of stock vLLM. The engine's options go to
+every worker. Writes one JSON file.
 """
 _SMALL_BLOCKS = 96
+_DIRECTORY_S = 2.0
 
 _EXTRA: dict[str, Any] = {
     "out": Annotated[Path | None, typer.Option(metavar="FILE", help="[default: out/leases.json]")],
     "rounds": Annotated[int | None, typer.Option(min=1, help="Rounds under pressure. [default: 3]")],
     "reads": Annotated[int | None, typer.Option(min=10, help="BeginRead + EndRead. [default: 1000]")],
+    "stock": Annotated[
+        bool | None,
+        typer.Option("--stock/--no-stock", help="Stock vLLM beside it. [default: on CPUs, with vLLM]"),
+    ],
     "idle_s": Annotated[float | None, typer.Option(min=1.0, help="Seconds of idleness. [default: 20]")],
 }
 
@@ -71,18 +78,23 @@ def _write(out: Path, found: Mapping[str, Any]) -> None:
 async def _measure(engine: dict[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from kvloop.bench.leases import Holder, Oversubscription, begin_end_read, idle_cpu
     from kvloop.bench.target import RouterTarget
+    from kvloop.cli.bench import stock
     from kvloop.cli.bench.environment import facts_of, machine, now, versions
     from kvloop.cli.supervisor.board import Board
     from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
+    from kvloop.metastore.factory import StoreOptions, open_store
 
     given = {name: value for name, value in own.items() if value is not None}
-    patient = {"directory_timeout_ms": 2000.0}
+    patient = {"directory_timeout_ms": _DIRECTORY_S * 1e3}
     plan = FleetPlan(
         workers={**engine, **patient},
         prefill=[{"enable_prefix_caching": False}],
         decode=[{}, {"hold_share": 0.9, **_few_blocks(engine)}],
         routers=[{**patient, "direct": False, "by_cost": False}],
     )
+    beside = None
+    if stock.can_run(engine) and given.get("stock", True):
+        beside = functools.partial(stock.open_stock, engine, _SMALL_BLOCKS + 1, folder)
     with Board() as board:
         fleet = Fleet(plan, folder, board.tell)
         board.show(fleet.parts)
@@ -95,7 +107,12 @@ async def _measure(engine: dict[str, Any], own: Mapping[str, Any], folder: Path)
                 found = {"date": now(), "machine": machine(), "versions": versions()}
                 found["engine"] = facts_of(holder.info)
                 say("idle")
-                found["idle_cpu"] = await idle_cpu(holder, pid, 100, given.get("idle_s", 20.0))
+                store = open_store(fleet.store_url, options=StoreOptions(deadline_s=_DIRECTORY_S))
+                try:
+                    idle_s = given.get("idle_s", 20.0)
+                    found["idle_cpu"] = await idle_cpu(holder, pid, 100, idle_s, store.directory)
+                finally:
+                    await store.close()
                 say("reads")
                 reads = await begin_end_read(holder, 1000, given.get("reads", 1000), streams=8)
                 found["begin_end_read_ms"] = reads
@@ -103,7 +120,7 @@ async def _measure(engine: dict[str, Any], own: Mapping[str, Any], folder: Path)
                 target = RouterTarget(fleet.endpoint("router-0"))
                 try:
                     play = Oversubscription(rounds=given.get("rounds", 3))
-                    found["oversubscription"] = await play.measure(target, few)
+                    found["oversubscription"] = await play.measure(target, few, beside)
                 finally:
                     await target.close()
     return found
