@@ -8,6 +8,7 @@ forgotten.
 
 import asyncio
 from collections.abc import Mapping
+from functools import lru_cache
 
 from kvloop.metastore.registry import Worker as Announced
 from kvloop.metastore.registry import WorkerRegistry
@@ -63,6 +64,7 @@ class Discovery:
         ]
 
 
+@lru_cache(maxsize=8192)
 def _endpoint(text: str) -> str | None:
     try:
         endpoint = endpoints.parse(text)
