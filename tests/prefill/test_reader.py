@@ -6,8 +6,18 @@ import grpc
 import pytest
 from worker_kit import Pair, failing, open_pair, prefill_request, prompt, read_source, scope_of, until
 
+from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.metastore.registry import Worker
-from kvloop.prefill.peers import ANY_LOOPBACK, FIRST_REST_S, LONGEST_REST_S, EndpointRule, Peers
+from kvloop.prefill.peers import (
+    ANY_LOOPBACK,
+    ASK_AGAIN_S,
+    FIRST_REST_S,
+    KNOWN_FOR_S,
+    LONGEST_REST_S,
+    EndpointRule,
+    Peers,
+    Registered,
+)
 from kvloop.runtime.channels import SERVER_OPTIONS
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.servicing import Context
@@ -285,9 +295,48 @@ async def test_a_registered_holder_may_be_dialled() -> None:
         ("127.0.0.1:1/path", None),
     ],
 )
-def test_endpoints_that_may_be_dialled(text: str, admitted: str | None) -> None:
-    rule = EndpointRule((ANY_LOOPBACK, "d7.example:50052"), lambda: {"d8.example:50052"})
-    assert rule.admit(text) == admitted
+async def test_endpoints_that_may_be_dialled(text: str, admitted: str | None) -> None:
+    async def registered() -> set[str]:
+        return {"d8.example:50052"}
+
+    known = Registered(registered, ManualClock())
+    rule = EndpointRule((ANY_LOOPBACK, "d7.example:50052"), known.has)
+    assert await rule.admit(text) == admitted
+
+
+async def test_the_registry_is_read_when_somebody_is_not_known_and_seldom_otherwise() -> None:
+    clock, readings = ManualClock(), 0
+    listed = {"a:1"}
+
+    async def read() -> set[str]:
+        nonlocal readings
+        readings += 1
+        if not listed:
+            raise DirectoryUnavailable
+        return listed
+
+    known = Registered(read, clock)
+    assert await asyncio.gather(*(known.has("a:1") for _ in range(8))) == [True] * 8
+    assert readings == 1
+    # Whoever names endpoints that nobody knows does not keep the store busy.
+    assert not any([await known.has(f"x:{port}") for port in range(1, 50)])
+    assert readings == 1
+    listed.add("b:1")
+    clock.now += ASK_AGAIN_S
+    assert await known.has("b:1")
+    assert readings == 2
+    clock.now += KNOWN_FOR_S - 0.01
+    assert await known.has("a:1")
+    assert readings == 2
+    listed.discard("a:1")
+    clock.now += 0.01
+    assert not await known.has("a:1")
+    # A store that is away takes nobody away.
+    listed.clear()
+    clock.now += KNOWN_FOR_S
+    assert await known.has("b:1")
+    assert await known.has("b:1")
+    assert readings == 4
 
 
 async def test_rests_double_up_to_a_limit_and_end_with_an_answer() -> None:

@@ -51,6 +51,8 @@ class WorkerRegistry:
 
     def __init__(self, table: Fields) -> None:
         self._table = table
+        self._decoded: dict[bytes, tuple[bytes, Worker | None]] = {}
+        """What was last read, by field: of many workers few say something new between two readings."""
 
     async def announce(self, worker: Worker, ttl_s: float = TTL_S) -> bool:
         """Register a worker, or say that it is still there; False when the table is full.
@@ -65,8 +67,13 @@ class WorkerRegistry:
 
     async def workers(self) -> dict[str, Worker]:
         """Return all live workers by id."""
-        found = [_decode(value) for value in (await self._table.all()).values()]
-        return {worker.worker_id: worker for worker in found if worker is not None}
+        values = await self._table.all()
+        before, self._decoded = self._decoded, {}
+        for field_name, value in values.items():
+            known = before.get(field_name)
+            same = known is not None and known[0] == value
+            self._decoded[field_name] = known if known is not None and same else (value, _decode(value))
+        return {worker.worker_id: worker for _, worker in self._decoded.values() if worker is not None}
 
     async def watch(
         self,

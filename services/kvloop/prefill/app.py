@@ -8,7 +8,7 @@ from kvloop.engine.reloading import Reloading
 from kvloop.engine.worker import WorkerLife
 from kvloop.metastore.factory import Store
 from kvloop.prefill.leg import Legs
-from kvloop.prefill.peers import EndpointRule, Peers
+from kvloop.prefill.peers import EndpointRule, Peers, Registered
 from kvloop.prefill.reading import Reader, ReaderTimes
 from kvloop.prefill.servicer import SERVICE_NAME, Parts, PrefillServicer
 from kvloop.prefill.settings import PrefillSettings
@@ -34,9 +34,8 @@ class PrefillApp:
         self._life = WorkerLife(settings, "prefill", SERVICE_NAME, engine=engine, store=store)
         self._servicer = PrefillServicer()
         clock = clock or SystemClock()
-        self._decodes: frozenset[str] = frozenset()
         self._peers = Peers(clock, settings.max_peers, self._life.security)
-        rule = EndpointRule(settings.decode_endpoints, lambda: self._decodes)
+        rule = EndpointRule(settings.decode_endpoints, Registered(self._decodes, clock).has)
         times = ReaderTimes(settings.begin_read_timeout_s, settings.end_read_timeout_s, settings.pin_s)
         self._reader = Reader(self._peers, rule, clock, times)
         self._legs = Legs(self._life.engine, self._reader, clock, self._life.metrics)
@@ -65,7 +64,6 @@ class PrefillApp:
         """Listen, start the engine, be ready. Raises ServerError, Failure."""
         await self._life.start_engine()
         self._life.metrics.probe(self._legs.probe)
-        self._life.spawn(self._follow_registry())
         # What decode workers are still to fetch is waited for with the blocks.
         reloading = Reloading(self._life.engine, self._legs.finished)
         self._servicer.open(Parts(self._life.engine, self._legs, reloading, self._life.worker_id))
@@ -98,7 +96,6 @@ class PrefillApp:
         await self._life.stop()
         await self._peers.close()
 
-    async def _follow_registry(self) -> None:
-        async for workers in self._life.store.registry.watch():
-            decodes = (worker.endpoint for worker in workers.values() if worker.role == "decode")
-            self._decodes = frozenset(decodes)
+    async def _decodes(self) -> set[str]:
+        workers = await self._life.store.registry.workers()
+        return {worker.endpoint for worker in workers.values() if worker.role == "decode"}

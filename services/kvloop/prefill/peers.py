@@ -6,13 +6,15 @@ so that a dead one costs one timeout rather than one per turn.
 """
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 
+from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.runtime import endpoints
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.security import PLAIN, Security
@@ -25,17 +27,49 @@ ANY_LOOPBACK = "loopback"
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 10.0
 CLOSE_GRACE_S = 5.0
+KNOWN_FOR_S = 60.0
+"""A worker that has left the registry may be dialled for so long."""
+ASK_AGAIN_S = 0.5
+"""Endpoints that nobody knows have the registry read no more often than this."""
+
+
+class Registered:
+    """The decode workers that the registry knows, read when a request names one that is not known here.
+
+    Workers that read it all the time would have the store send every worker to every other: a prefill worker
+    needs few of them, and its reads are far between.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Collection[str]]], clock: Clock) -> None:
+        """Take what returns all endpoints; it may raise DirectoryUnavailable."""
+        self._read = read
+        self._clock = clock
+        self._known: frozenset[str] = frozenset()
+        self._fresh_until = self._again_at = float("-inf")
+        self._reading = asyncio.Lock()
+
+    async def has(self, endpoint: str) -> bool:
+        """Tell whether an endpoint is a decode worker's, by a reading that is not too old."""
+        async with self._reading:
+            now = self._clock.monotonic()
+            if now >= (self._fresh_until if endpoint in self._known else self._again_at):
+                self._fresh_until = self._again_at = now + ASK_AGAIN_S
+                # While the store is away, the last known ones may still serve.
+                with contextlib.suppress(DirectoryUnavailable):
+                    self._known = frozenset(await self._read())
+                    self._fresh_until = now + KNOWN_FOR_S
+            return endpoint in self._known
 
 
 class EndpointRule:
     """Which endpoints may be dialled."""
 
-    def __init__(self, allowed: Collection[str], registered: Callable[[], Collection[str]]) -> None:
+    def __init__(self, allowed: Collection[str], registered: Callable[[str], Awaitable[bool]]) -> None:
         self._loopback = ANY_LOOPBACK in allowed
         self._allowed = {endpoints.parse(text) for text in allowed if text != ANY_LOOPBACK}
         self._registered = registered
 
-    def admit(self, text: str) -> str | None:
+    async def admit(self, text: str) -> str | None:
         """Return the endpoint in its one written form, or None when it may not be dialled."""
         try:
             endpoint = endpoints.parse(text)
@@ -45,7 +79,7 @@ class EndpointRule:
             return None
         if (self._loopback and endpoint.is_loopback) or endpoint in self._allowed:
             return str(endpoint)
-        return str(endpoint) if str(endpoint) in self._registered() else None
+        return str(endpoint) if await self._registered(str(endpoint)) else None
 
 
 @dataclass(slots=True)

@@ -88,7 +88,7 @@ class Reader:
         readable = min(source.num_tokens, count(prompt) - 1)
         if readable < max(1, facts.kv_recompute_threshold):
             raise NotRead(turn_pb2.REUSE_REASON_BELOW_THRESHOLD)
-        endpoint = self._rule.admit(source.decode_endpoint)
+        endpoint = await self._rule.admit(source.decode_endpoint)
         if endpoint is None:
             _log.warning("endpoint_refused", lease_id=source.lease_id)
             raise NotRead(turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE)

@@ -8,6 +8,7 @@ forgotten.
 
 import asyncio
 from collections.abc import Mapping
+from functools import lru_cache
 
 from kvloop.metastore.registry import Worker as Announced
 from kvloop.metastore.registry import WorkerRegistry
@@ -63,6 +64,7 @@ class Discovery:
         ]
 
 
+@lru_cache(maxsize=8192)
 def usable_endpoint(text: str) -> str | None:
     """Return what the registry says of where a worker is, as host:port; None when it says nothing usable."""
     try:

@@ -36,13 +36,14 @@ L = TypeVar("L", bound=Link)
 class Calling:
     """A call under way at a worker: an asynchronous context, which yields its timeout."""
 
-    __slots__ = ("_before", "_calls", "_heard", "_scope")
+    __slots__ = ("_before", "_calls", "_heard", "_scope", "_seen")
 
     def __init__(self, calls: "set[Calling]", limit_s: float | None, heard: Callable[[], int]) -> None:
         self._calls = calls
         self._scope = asyncio.timeout(limit_s)
         self._heard = heard
         self._before: int | None = None
+        self._seen = heard()
 
     async def __aenter__(self) -> asyncio.Timeout:
         self._calls.add(self)
@@ -60,6 +61,11 @@ class Calling:
         if heard == self._before and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
         self._before = heard
+
+    def went_on(self) -> bool:
+        """Tell whether something was heard since this was last asked."""
+        before, self._seen = self._seen, self._heard()
+        return self._seen != before
 
 
 class Worker(Generic[L]):
@@ -87,7 +93,13 @@ class Worker(Generic[L]):
         self._failures = 0
         self._paused_until = 0.0
         self.ask_now = asyncio.Event()
+        self.on_facts: Callable[[], None] = lambda: None
+        """Called when the worker's facts have changed."""
         self._calls: set[Calling] = set()
+        self._told_at = float("-inf")
+        """When it last told its facts."""
+        self._did_well = False
+        """Whether a leg has ended well since the last look."""
 
     @property
     def present(self) -> bool:
@@ -117,18 +129,40 @@ class Worker(Generic[L]):
     def learned(self, info: worker_pb2.WorkerInfo) -> bool:
         """Take in fresh facts; True when they change whom the worker can serve."""
         before, answered = self.info, self._answers
+        self._told_at = self._clock.monotonic()
         self.info, self._answers, self._unanswered = info, True, 0
         if before is not None and before.epoch != info.epoch:
             # A new life: what the former one did wrong says nothing about it.
             self._failures, self._paused_until = 0, 0.0
             self.reported_load, self.draining = 0.0, False
             _log.info("worker_restarted", worker=self.name, endpoint=self.endpoint)
-        return not answered or before is None or _facts(before) != _facts(info)
+        changed = before is None or _facts(before) != _facts(info)
+        if changed:
+            self.on_facts()
+        return changed or not answered
 
     def announced(self, epoch: str, load: float, *, draining: bool) -> None:
-        """Take in what the worker says of itself in the registry, if it is this life that said it."""
+        """Take in what the worker says of itself in the registry, if it is this life that said it.
+
+        Another life is asked for its facts.
+        """
         if self.info is not None and self.info.epoch == epoch:
             self.reported_load, self.draining = load, draining
+        elif self.info is not None:
+            self.ask_now.set()
+
+    def worth_asking(self, good_for_s: float) -> bool:
+        """Tell whether a look at the worker should end in a question: facts are good for some seconds.
+
+        They are, while the worker has answered the last question and its calls, if it has any, go on: it
+        would not do so if it were gone. What a call asks of a worker that is another one by now is refused.
+        """
+        went_on, self._did_well = self._did_well, False
+        for call in self._calls:
+            went_on = call.went_on() or went_on
+        if not self._answers or self._unanswered or (self._calls and not went_on):
+            return True
+        return self._clock.monotonic() - self._told_at >= good_for_s
 
     def not_answered(self, *, slow: bool) -> bool:
         """Note an unanswered question; True when the worker counts as gone from now on."""
@@ -159,6 +193,7 @@ class Worker(Generic[L]):
 
     def succeeded(self) -> None:
         """Note a leg that did its work."""
+        self._did_well = True
         self._failures, self._paused_until = 0, 0.0
 
 

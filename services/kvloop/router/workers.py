@@ -4,19 +4,19 @@ Each worker is asked for its facts in the background. P and D make a pair only w
 weights and their engines can exchange KV (equal compatibility digests): such workers form a group, and a
 turn stays within one.
 
-A conversation has a home among the prefill workers, whose prefix cache then has what the last prompt left:
-the one that hashes highest together with the conversation (rendezvous hashing), which every router finds
-without asking, and which hardly changes when workers come and go.
+A conversation has a home among the prefill workers, whose prefix cache then has what the last prompt left
+(placing.py). What a turn costs here does not depend on how many workers there are: who serves a model is
+worked out when facts change, not per turn.
 
 Workers are named in the settings, or announce themselves in the store (discovery.py).
 """
 
 import asyncio
-import hashlib
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from kvloop.router import placing
 from kvloop.router.legs import DecodeLink, LegFailed, PrefillLink
 from kvloop.router.pairs import Pairs
 from kvloop.router.settings import RouterSettings
@@ -31,6 +31,11 @@ _OVERLOADED_BY = 8
 """A preferred decode worker may have so many turns more than twice the least loaded one's."""
 _PREFILL_OVERLOADED_BY = 2
 """The same of a prefill worker, where turns wait behind each other."""
+_ASKED_PER_S = 200
+"""Questions that a router asks all its workers in a second, as long as all is well."""
+_MAX_HOMES = 64
+_READY_FOR_S = 0.25
+"""How long a count of the workers that are ready is good, where several groups serve a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,20 @@ class Pair:
     decode: DecodeWorker
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The workers that serve a model, ready or not."""
+
+    prefills: list[PrefillWorker]
+    decodes: list[DecodeWorker]
+    homes: placing.Homes
+    known: frozenset[DecodeWorker]
+
+    @property
+    def large(self) -> bool:
+        return max(len(self.prefills), len(self.decodes)) > placing.FEW
+
+
 class WorkerPool:
     """Workers, watched."""
 
@@ -85,6 +104,13 @@ class WorkerPool:
         self.decode = [Worker(e, DecodeLink(e, security), clock) for e in settings.decode_endpoints]
         self._watchers: dict[AnyWorker, asyncio.Task[None]] = {}
         self._served: dict[tuple[str, str], list[Served]] = {}
+        self._groups: dict[Served, _Group] = {}
+        self._homes: dict[Served, placing.Homes] = {}
+        """The former ones: a worker that restarts in its place moves nobody."""
+        self._by_epoch: dict[str, DecodeWorker] | None = None
+        self._ready: dict[Served, tuple[float, tuple[int, int]]] = {}
+        for worker in self._all():
+            worker.on_facts = self._forget
         self.changed = asyncio.Event()
         """Set when some worker's facts or presence changed; for one waiter, who clears it."""
 
@@ -108,8 +134,9 @@ class WorkerPool:
         except BaseException:
             await worker.link.close()
             raise
+        worker.on_facts = self._forget
         (self.prefill if prefills else self.decode).append(worker)
-        self._served.clear()
+        self._forget()
         self.changed.set()
         self._start_watching(worker)
         return worker
@@ -123,7 +150,7 @@ class WorkerPool:
         if watcher is not None:
             watcher.cancel()
             await asyncio.wait({watcher})
-        self._served.clear()
+        self._forget()
         self.changed.set()
         await worker.link.close()
 
@@ -141,13 +168,8 @@ class WorkerPool:
 
     def can_serve(self) -> bool:
         """Tell whether some pair is present."""
-        return any(
-            _group(p.info) == _group(d.info)
-            for p in self.prefill
-            if p.present
-            for d in self.decode
-            if d.present
-        )
+        groups = {_group(worker.info) for worker in self.prefill if worker.present}
+        return any(_group(worker.info) in groups for worker in self.decode if worker.present)
 
     def resolve(self, name: str, adapter: str) -> Served:
         """Return the model asked for, in the group best able to serve it now.
@@ -170,10 +192,11 @@ class WorkerPool:
 
         The epoch names a process surely; the endpoint may be another name of the same host.
         """
-        for worker in self.decode:
-            if worker.info is not None and worker.info.epoch == epoch:
-                return worker
-        return self.by_endpoint(endpoint)
+        if self._by_epoch is None:
+            # Of two with one epoch the first counts.
+            known = ((w.info.epoch, w) for w in reversed(self.decode) if w.info is not None)
+            self._by_epoch = dict(known)
+        return self._by_epoch.get(epoch) or self.by_endpoint(endpoint)
 
     def decode_link(self, endpoint: str) -> DecodeLink:
         """Return a link to a decode worker that is none of ours, for one errand; the caller closes it."""
@@ -185,10 +208,21 @@ class WorkerPool:
 
     def likely_prefill(self, served: Served, home: bytes) -> PrefillWorker | None:
         """Return the prefill worker that a turn would go to, or the least busy one; None without any."""
-        able = [worker for worker in self.prefill if worker.ready and served.fits(worker.info)]
+        group = self._group_of(served)
+        if group.large:
+            at_home = next(filter(_is_ready, group.homes.ranked(home)), None) if home else None
+            if at_home is not None and at_home.load <= _PREFILL_OVERLOADED_BY:
+                return at_home
+            drawn = placing.draw(group.prefills, _is_ready, placing.FEW // 4, self._rng)
+            if drawn:
+                return placing.unless_overloaded(at_home, drawn, _PREFILL_OVERLOADED_BY) or min(
+                    drawn, key=_pending
+                )
+        able = [worker for worker in group.prefills if worker.ready]
         if not able:
             return None
-        return _at_home(able, home) or min(able, key=lambda worker: worker.pending_ms)
+        at_home = placing.at_home(able, home) if home else None
+        return placing.unless_overloaded(at_home, able, _PREFILL_OVERLOADED_BY) or min(able, key=_pending)
 
     def pick(
         self,
@@ -208,12 +242,18 @@ class WorkerPool:
 
         Failures: NO_WORKER (with RetryInfo) when a leg has no ready worker, OVERLOADED when one has no place.
         """
-        prefills = [w for w in self.prefill if w.ready and served.fits(w.info)]
+        group = self._group_of(served)
+        if group.large:
+            wanted = placing.Wanted(avoid, limit, reads_from, self.pairs, reads_back=reads_back)
+            pair = self._pick_of_many(group, wanted, home, prefer_decode)
+            if pair is not None:
+                return pair
+        prefills = [w for w in group.prefills if w.ready]
         if reads_back:
             prefills = [
                 w for w in prefills if w.info is not None and w.info.bidirectional_kv_xfer
             ] or prefills
-        decodes = [w for w in self.decode if w.ready and served.fits(w.info)]
+        decodes = [w for w in group.decodes if w.ready]
         for role, found in (("prefill", prefills), ("decode", decodes)):
             if not found:
                 raise Failure(
@@ -234,18 +274,61 @@ class WorkerPool:
         decodes = [w for w in decodes if not self.pairs.rests(w, prefill)] or decodes
         return Pair(prefill, self._place_decode(decodes, prefer_decode))
 
+    def _pick_of_many(
+        self,
+        group: _Group,
+        wanted: placing.Wanted,
+        home: bytes,
+        prefer_decode: DecodeWorker | None,
+    ) -> Pair | None:
+        """Return a pair without looking at all workers; None when that leads to none."""
+        at_home = None
+        if home:
+            at_home = next(filter(wanted.prefill, group.homes.ranked(home)), None)
+            if at_home is None:
+                return None
+        prefill = placing.of_many(group.prefills, wanted.prefill, at_home, _PREFILL_OVERLOADED_BY, self._rng)
+        if prefill is None:
+            return None
+        wanted.beside = prefill
+        holder = prefer_decode
+        if holder is not None and not (holder in group.known and wanted.decode(holder)):
+            holder = None
+        decode = placing.of_many(group.decodes, wanted.decode, holder, _OVERLOADED_BY, self._rng)
+        return None if decode is None else Pair(prefill, decode)
+
+    def _group_of(self, served: Served) -> _Group:
+        group = self._groups.get(served)
+        if group is None:
+            prefills = [worker for worker in self.prefill if served.fits(worker.info)]
+            decodes = [worker for worker in self.decode if served.fits(worker.info)]
+            homes = self._homes.get(served)
+            if homes is None or homes.workers != prefills:
+                homes = placing.Homes(prefills)
+            group = self._groups[served] = _Group(prefills, decodes, homes, frozenset(decodes))
+            if len(self._homes) >= _MAX_HOMES:
+                self._homes.clear()
+            self._homes[served] = homes
+        return group
+
+    def _forget(self) -> None:
+        """Forget what was worked out from the workers' facts."""
+        self._served.clear()
+        self._groups.clear()
+        self._ready.clear()
+        self._by_epoch = None
+
     def _all(self) -> list[AnyWorker]:
         return [*self.prefill, *self.decode]
 
     def _place_prefill(self, prefills: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:
-        return _at_home(prefills, home) or self._least_loaded(prefills)
+        favourite = placing.at_home(prefills, home) if home else None
+        home_worker = placing.unless_overloaded(favourite, prefills, _PREFILL_OVERLOADED_BY)
+        return home_worker or self._least_loaded(prefills)
 
     def _place_decode(self, decodes: Sequence[DecodeWorker], prefer: DecodeWorker | None) -> DecodeWorker:
-        if prefer is not None and prefer in decodes:
-            least = min(worker.load for worker in decodes)
-            if prefer.load <= 2 * least + _OVERLOADED_BY:
-                return prefer
-        return self._least_loaded(decodes)
+        favourite = prefer if prefer in decodes else None
+        return placing.unless_overloaded(favourite, decodes, _OVERLOADED_BY) or self._least_loaded(decodes)
 
     def _least_loaded(self, workers: Sequence[Worker[L]]) -> Worker[L]:
         # Two at random and the better one: near the best placement, without every router at once
@@ -263,9 +346,14 @@ class WorkerPool:
         return one if one.load < other.load else other
 
     def _pairs_ready(self, served: Served) -> tuple[int, int]:
-        prefills = sum(worker.ready and served.fits(worker.info) for worker in self.prefill)
-        decodes = sum(worker.ready and served.fits(worker.info) for worker in self.decode)
-        return min(prefills, decodes), prefills + decodes
+        group, now = self._group_of(served), self._clock.monotonic()
+        until, counts = self._ready.get(served, (0.0, (0, 0)))
+        if not group.large or now >= until:
+            prefills = sum(worker.ready for worker in group.prefills)
+            decodes = sum(worker.ready for worker in group.decodes)
+            counts = min(prefills, decodes), prefills + decodes
+            self._ready[served] = (now + _READY_FOR_S, counts)
+        return counts
 
     def _versions(self, name: str, adapter: str) -> list[Served]:
         infos = [worker.info for worker in self._all() if worker.info is not None]
@@ -307,8 +395,16 @@ class WorkerPool:
                     await worker.ask_now.wait()
             except TimeoutError:
                 pass
+            # Those that have failed are asked at once.
+            due = worker.ask_now.is_set() or self.is_due(worker)
             worker.ask_now.clear()
-            await self._ask(worker)
+            if due:
+                await self._ask(worker)
+
+    def is_due(self, worker: AnyWorker) -> bool:
+        """Tell whether a worker is to be asked again: of many, those that are not heard of anyway."""
+        good_for_s = (len(self.prefill) + len(self.decode)) / _ASKED_PER_S
+        return good_for_s <= self._settings.info_interval_s or worker.worth_asking(good_for_s)
 
     async def _ask(self, worker: AnyWorker) -> None:
         try:
@@ -327,10 +423,9 @@ def _group(info: worker_pb2.WorkerInfo | None) -> tuple[str, str, str] | None:
     return None if info is None else (info.model.name, info.model.revision, info.compatibility)
 
 
-def _at_home(workers: Sequence[PrefillWorker], home: bytes) -> PrefillWorker | None:
-    """Return the worker that is a conversation's home, or None without one or when it is overloaded."""
-    if not home:
-        return None
-    best = max(workers, key=lambda worker: hashlib.blake2b(worker.endpoint.encode(), key=home).digest())
-    least = min(worker.load for worker in workers)
-    return best if best.load <= 2 * least + _PREFILL_OVERLOADED_BY else None
+def _is_ready(worker: AnyWorker) -> bool:
+    return worker.ready
+
+
+def _pending(worker: AnyWorker) -> float:
+    return worker.pending_ms

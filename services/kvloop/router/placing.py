@@ -1,0 +1,155 @@
+"""Choices among workers that take as long among a thousand as among thirty.
+
+Few workers are looked at one by one. Of many, a few drawn at random stand for all: whoever has less to do
+than another one drawn is near the best placement, and a worker is overloaded when it has much more than
+the least busy of those drawn. Where nothing drawn will do, all are looked at after all.
+
+A conversation's home is the prefill worker that hashes highest together with it (rendezvous hashing), which
+every router finds without asking, and which hardly changes when workers come and go. Conversations share
+their hash with others, so that a router remembers the homes of all of them.
+"""
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+from kvloop.router.pairs import Pairs
+from kvloop.router.worker import AnyWorker, DecodeWorker, L, PrefillWorker, Worker
+
+FEW = 32
+"""So many workers are looked at one by one."""
+_COMPARED = 8
+"""Of more, so many are drawn to tell whether one is overloaded."""
+_DRAWS = 4
+"""Times as often is drawn before all are looked at: some are not ready."""
+_SLOT_BYTES = 2
+_RANKED = 3
+_MASK = (1 << 64) - 1
+
+W = TypeVar("W")
+
+
+class Homes:
+    """The prefill workers of a group, ranked for every conversation."""
+
+    def __init__(self, workers: Sequence[PrefillWorker]) -> None:
+        self.workers = list(workers)
+        self._hashed = [(_number(worker.endpoint.encode()), worker) for worker in workers]
+        self._ranked: dict[bytes, list[PrefillWorker]] = {}
+
+    def ranked(self, home: bytes) -> list[PrefillWorker]:
+        """Return the workers at which a conversation is at home: the first, or who stands in for it."""
+        slot = home[:_SLOT_BYTES]
+        found = self._ranked.get(slot)
+        if found is None:
+            number = _number(slot)
+            best = heapq.nlargest(_RANKED, self._hashed, key=lambda pair: _mixed(pair[0] ^ number))
+            found = self._ranked[slot] = [worker for _, worker in best]
+        return found
+
+
+def at_home(workers: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:
+    """Return the one of some workers that is a conversation's home."""
+    number = _number(home[:_SLOT_BYTES])
+    return max(workers, key=lambda worker: _mixed(_number(worker.endpoint.encode()) ^ number))
+
+
+def _number(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _mixed(number: int) -> int:
+    """Return a number of 64 bits that tells nothing of the given one (the end of splitmix64)."""
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK
+    return number ^ (number >> 31)
+
+
+def draw(workers: Sequence[W], wanted: Callable[[W], bool], count: int, rng: random.Random) -> list[W]:
+    """Return up to so many of the wanted workers at random, now and then one twice."""
+    found: list[W] = []
+    size = len(workers)
+    for _ in range(count * _DRAWS):
+        worker = workers[int(rng.random() * size)]
+        if wanted(worker):
+            found.append(worker)
+            if len(found) == count:
+                break
+    return found
+
+
+def unless_overloaded(
+    favourite: Worker[L] | None, workers: Sequence[Worker[L]], overloaded_by: int
+) -> Worker[L] | None:
+    """Return the favourite unless it has so many turns more than twice those of the least busy worker."""
+    if favourite is None:
+        return None
+    least = min(worker.load for worker in workers)
+    return favourite if favourite.load <= 2 * least + overloaded_by else None
+
+
+def of_many(
+    workers: Sequence[Worker[L]],
+    wanted: Callable[[Worker[L]], bool],
+    favourite: Worker[L] | None,
+    overloaded_by: int,
+    rng: random.Random,
+) -> Worker[L] | None:
+    """Return the favourite unless it is overloaded, else the better of two; None when none drawn will do.
+
+    favourite: a wanted one, or None. overloaded_by: it may have so many turns more than twice the least.
+    """
+    if favourite is not None:
+        if favourite.load <= overloaded_by:
+            return favourite
+        drawn = draw(workers, wanted, _COMPARED, rng)
+        if drawn and unless_overloaded(favourite, drawn, overloaded_by) is not None:
+            return favourite
+    else:
+        drawn = draw(workers, wanted, 2, rng)
+    return min(drawn[:2], key=lambda worker: worker.load, default=None)
+
+
+class Wanted:
+    """Which workers of a group an attempt is given rather than others."""
+
+    def __init__(
+        self,
+        avoid: Collection[object],
+        limit: int | None,
+        reads_from: DecodeWorker | None,
+        pairs: Pairs,
+        *,
+        reads_back: bool,
+    ) -> None:
+        """Take workers to leave out, turns one may have a place for, and whose KV P is to read."""
+        self._avoid = avoid
+        self._limit = limit
+        self._reads_from = reads_from
+        self._pairs = pairs
+        self._reads_back = reads_back
+        self.beside: PrefillWorker | None = None
+        """Whose KV the decode worker is to read."""
+
+    def prefill(self, worker: PrefillWorker) -> bool:
+        """Tell whether a prefill worker will do."""
+        return (
+            self._has_place(worker)
+            and not (self._reads_back and worker.info is not None and not worker.info.bidirectional_kv_xfer)
+            and not (self._reads_from is not None and self._pairs.rests(worker, self._reads_from))
+        )
+
+    def decode(self, worker: DecodeWorker) -> bool:
+        """Tell whether a decode worker will do."""
+        return self._has_place(worker) and not (
+            self.beside is not None and self._pairs.rests(worker, self.beside)
+        )
+
+    def _has_place(self, worker: AnyWorker) -> bool:
+        return (
+            worker.ready
+            and (self._limit is None or worker.places < self._limit)
+            and worker not in self._avoid
+        )
