@@ -86,7 +86,8 @@ async def test_other_adapter(case: Case, history: list[int], suffix: list[int]) 
         assert two.sources.computed == len(prompt)
     three = await case.turn(prompt, adapter="chef")
     case.expect(three, "DIRECT", "PROVEN", 0)
-    assert three.sources.d_local == one.summary.lease.num_tokens // stack.block_size * stack.block_size
+    held = one.summary.lease.num_tokens
+    assert three.sources.d_local in (held, held // stack.block_size * stack.block_size)
     case.tell(two)
     for adapter in ("chef", "poet"):
         await stack.end(case.name(), adapter=adapter, router="small-direct")

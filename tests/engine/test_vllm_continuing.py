@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvloop.engine.settings import smollm2_dir
+from kvloop.engine.vllm import priming
 from kvloop.engine.vllm.continuing import PromptText
 
 # torch warns of itself when it is imported.
@@ -20,7 +21,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(smollm2_dir())
 
 
-def text_after(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> str:
+def text_after(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int], *, whole: bool = False) -> str:
     """Return an answer's text as vLLM streams it and the adapter passes it on."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -39,6 +40,8 @@ def text_after(tokenizer: Any, prompt: Sequence[int], answer: Sequence[int]) -> 
         data_parallel_rank=None,
     )
     stream = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    if not whole:
+        priming.shorten(stream, prompt)
     prompt_text = PromptText(prompt, lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True))
     parts = []
     for token in answer:
@@ -57,6 +60,28 @@ def test_text_goes_on_wherever_the_answer_was_broken_off(tokenizer: Any) -> None
         assert first + text_after(tokenizer, [*prompt, *before], rest) == TEXT, cut
         unfinished += tokenizer.decode(before).endswith("\ufffd")
     assert unfinished > 5, "some cuts are in the middle of a character"
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "a", ".", " word", "word", "\n", "\n\n  x", "<|im_end|>", "🦙", " 🦙", "例", "<|im_end|>\n"]
+)
+def test_the_prompts_end_tells_the_same_text_as_all_of_it(tokenizer: Any, text: str) -> None:
+    answer = tokenizer.encode(TEXT)
+    for end in ("assistant\n", " and then", "例え", "<|im_end|>" * 30, "🦙🦙🦙🦙🦙🦙", " " * 40, "1 2 3 4 5 6"):
+        prompt = tokenizer.encode("<|im_start|>user\nA story, please. " * 4 + end + text)
+        for cut in (0, 1, 2, 5):
+            whole = text_after(tokenizer, prompt, answer[cut:], whole=True)
+            assert text_after(tokenizer, prompt, answer[cut:]) == whole
+
+
+def test_a_long_prompt_is_primed_by_its_end() -> None:
+    decode = "".join
+    prompt = [str(number % 10) for number in range(100)]
+    assert priming.enough(prompt, decode) == prompt[-6:]  # type: ignore[arg-type, comparison-overlap]
+    assert priming.enough(prompt[:6], decode) is None  # type: ignore[arg-type]
+    assert priming.enough([*prompt, *[" "] * 9], decode) == ["9", *[" "] * 9]  # type: ignore[arg-type, comparison-overlap, list-item]
+    assert priming.enough([*prompt, *[" "] * 24], decode) is None  # type: ignore[arg-type, list-item]
+    assert priming.enough([*prompt, "\ufffd"], decode) is None  # type: ignore[arg-type, list-item]
 
 
 def test_repetition_penalty_counts_the_prompt_like_the_answer() -> None:

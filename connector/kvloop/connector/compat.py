@@ -27,9 +27,11 @@ __all__ = [
     "REPORTS_FAILURES",
     "TESTED",
     "EngineWaker",
+    "block_regions",
     "check_supported",
     "hash_seed",
     "hash_unit",
+    "kernel_blocks",
     "notices_awaited",
     "readers_told",
     "vllm_release",
@@ -99,6 +101,22 @@ def readers_told(worker: Any, engine_id: str) -> int:
 def notices_awaited(worker: Any, told: int) -> int:
     """Return how many notices about one read a rank gets, from the number that they carry."""
     return told if _COUNTS_CONSUMERS else max(1, told // int(worker.world_size))
+
+
+def kernel_blocks(worker: Any) -> int:
+    """Return of how many of the attention kernels' blocks one of the scheduler's consists."""
+    return int(worker._physical_blocks_per_logical_kv_block)
+
+
+def block_regions(worker: Any) -> list[tuple[int, int, int]]:
+    """Return where KV lies: (address of block 0, bytes from block to block, bytes of a block) per region.
+
+    Blocks are the kernels'. Before 0.29 blocks of a region lie side by side.
+    """
+    addresses = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank]
+    lengths = worker.block_len_per_layer
+    strides = getattr(worker, "block_stride_per_layer", lengths)
+    return list(zip(addresses, strides, lengths, strict=True))
 
 
 class EngineWaker:

@@ -16,6 +16,8 @@ class Orders:
     """Requests to fail without reading: the blocks allocated to them, by request id."""
     notices: list[tuple[str, str]] = field(default_factory=list)
     """(engine, remote request id) of handles that nobody will read."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to): blocks to copy before the step's forward pass."""
     guards_off: frozenset[str] = frozenset()
     stalled: bool = False
     """Whether a test wants reads not to be seen to end."""

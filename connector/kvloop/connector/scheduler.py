@@ -20,6 +20,7 @@ from kvloop.connector.hooks import Hooks, spoiled
 from kvloop.connector.metadata import Orders, WorkerReport
 from kvloop.connector.server import ControlServer
 from kvloop.connector.table import Hold, HoldTable, Kind
+from kvloop.connector.tails import Tail, Tails
 from kvloop.connector.terms import Terms, parse_terms
 from kvloop.connector.turns import TurnLog
 
@@ -52,6 +53,10 @@ class Turn:
     """Tokens in this engine's prefix cache at the last look."""
     local: int = 0
     external: int = 0
+    tail: Tail | None = None
+    """What goes on in the middle of a held block, at the last look."""
+    copied: int | None = None
+    """The held block that was copied; kept until the request ends."""
     transfer: TransferInfo | None = None
 
 
@@ -87,6 +92,10 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._hash_unit = compat.hash_unit(vllm_config, kv_cache_config)
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._tails = Tails(self.block_size)
+        # Not with vLLM's host buffer, which is not where blocks are computed.
+        copies = vllm_config.kv_transfer_config.kv_buffer_device == current_platform.device_type
+        self._copies_tails = copies and self._hash_unit == self.block_size
         self._step_for_readers = current_platform.device_type == "cpu"
         self._hooks = Hooks()
         self._weights_version = str(extra("kvloop_weights_version", ""))
@@ -179,7 +188,8 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         params = request.kv_transfer_params
         is_readback = not params.get("do_remote_prefill")
         if is_readback and not (params.get("do_remote_decode") and params.get("remote_block_ids")):
-            return 0, False
+            turn.tail = self._find_tail(request, num_computed_tokens)
+            return (0 if turn.tail is None else turn.tail.count), False
         if self._hooks.stall == "start":
             return None, False
         if turn.readable is None and turn.refused is None:
@@ -205,6 +215,9 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return
         turn.admitted = True
         turn.local = turn.cached
+        if turn.tail is not None and num_external_tokens > 0:
+            self._copy_tail(turn, turn.tail, blocks)
+            return
         if num_external_tokens <= 0:
             self._decline(request)
             return
@@ -218,6 +231,22 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         # vLLM's worker tracks requests whose blocks it may have to free later; ours are never among them.
         self._reqs_in_batch.discard(request.request_id)
+
+    def _find_tail(self, request: Any, num_computed_tokens: int) -> Tail | None:
+        if not self._copies_tails or not len(self._tails) or not _is_plain_text(request):
+            return None
+        prompt = guard.Text(request.prompt_token_ids, request.block_hashes, _scope(request))
+        return self._tails.find(prompt, num_computed_tokens)
+
+    def _copy_tail(self, turn: Turn, tail: Tail, blocks: Any) -> None:
+        """Order the copy of a held block's head into the request's own block."""
+        (allocated,) = blocks.get_block_ids()
+        target = allocated[turn.cached // self.block_size]
+        # The hold may end, and a peer's data arrive in its block, before the copy has been made.
+        self._pool.touch([self._pool.blocks[tail.block]])
+        turn.copied = tail.block
+        turn.local += tail.count
+        self._orders.copies.append((tail.block, target))
 
     def _decline(self, request: Any) -> None:
         """Tell the prefill engine that its blocks are not needed; a lease's reader ends its own pin."""
@@ -284,6 +313,8 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return False, None
+        if turn.copied is not None:
+            self._free([turn.copied])
         if not turn.admitted:
             self._decline(request)
         hold = self._hold(request, turn, block_ids) if self._wants_hold(request, turn) else None
@@ -341,6 +372,8 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         )
         if hold is None:
             self._free(held)
+        elif kind == "decode":
+            self._tails.add(hold, text)
         self._give_back()
         return hold
 
@@ -417,6 +450,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def _give_back(self) -> None:
         for blocks in self._table.take_freeable():
+            self._tails.forget(blocks[-1])
             self._free(blocks)
 
     def _free(self, blocks: Any) -> None:

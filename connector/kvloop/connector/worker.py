@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.platforms import current_platform
 
 from kvloop.connector import compat
+from kvloop.connector.blocks import BlockCopier
 from kvloop.connector.guard import Refusal
 from kvloop.connector.metadata import Orders, Read, WorkerReport
 from kvloop.connector.reads import Reads
@@ -34,6 +35,7 @@ class KvloopWorker(Reads):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
         self._init_reads()
         self._partial_notices: OrderedDict[str, int] = OrderedDict()
+        self._copier: BlockCopier | None = None
         transfer = vllm_config.kv_transfer_config
         self._start_margin_s = float(transfer.get_from_extra_config("kvloop_start_margin_s", 2.0))
         if current_platform.device_type == "cpu":
@@ -47,12 +49,19 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         """Begin the step's reads; fail those that the scheduler side refused."""
         orders: Orders = metadata.kvloop
         self._guards_off, self._stalled = orders.guards_off, orders.stalled
+        for source, target in orders.copies:
+            self._copy_block(source, target)
         super().start_load_kv(metadata)
         for request_id, blocks in orders.refused.items():
             self._invalid_block_ids.put(set(blocks))
             self._refused_now.add(request_id)
         for engine_id, remote_request_id in orders.notices:
             self._send_notice(engine_id, remote_request_id)
+
+    def _copy_block(self, source: int, target: int) -> None:
+        if self._copier is None:
+            self._copier = BlockCopier(self)
+        self._copier.copy(source, target)
 
     def _nixl_handshake(self, *args: Any, **kwargs: Any) -> Any:
         # The peer's clock is estimated at the middle of the round trip. The true offset is larger by at

@@ -51,6 +51,7 @@ class Direct:
         self._policy = policy
         self.tokens = 0
         """Suffix tokens of turns that have no first token yet."""
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def deltas(
         self, terms: decode_service_pb2.DirectTerms, digest_key: bytes, job: DecodeJob
@@ -114,7 +115,11 @@ class Direct:
         try:
             yield
         finally:
-            await asyncio.shield(self._unpin(lease_id, read_id))
+            self._keeper.table.unpin(read_id, self._clock.monotonic())
+            # In the background: the first token does not wait for it.
+            ending = asyncio.create_task(self._end_read(lease_id, read_id))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
 
     def _is_soft(self, terms: decode_service_pb2.DirectTerms, digest_key: bytes) -> bool:
         """Tell whether the lease's blocks, no longer held, may still be in the prefix cache.
@@ -155,8 +160,7 @@ class Direct:
             return lease.lease_id, grant.read_id
         raise failure
 
-    async def _unpin(self, lease_id: str, read_id: str) -> None:
-        self._keeper.table.unpin(read_id, self._clock.monotonic())
+    async def _end_read(self, lease_id: str, read_id: str) -> None:
         # An engine that is gone holds nothing; otherwise the pin's own deadline ends it.
         with contextlib.suppress(Failure):
             await self._engine.end_read(lease_id, read_id)

@@ -195,6 +195,7 @@ class VllmEngine(HoldTable):
         turn_id = transfer.decode_turn_id(job)
         prompt_text = self._prompt_text(ids, params)
         stream = await self._submit(job, ids, params, turn_id)
+        stream.prime(ids)
         known = len(ids)
         told = False
         try:

@@ -5,12 +5,12 @@ connector must hear first that the abort is the client's wish.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from kvloop.engine.vllm import sampling
+from kvloop.engine.vllm import priming, sampling
 from kvloop.engine.vllm.holds import gone
 from kvloop.runtime.errors import Failure, Reason
 
@@ -54,6 +54,12 @@ class Stream:
             raise gone() from None
         except sampling.REFUSALS as error:
             raise sampling.blame(error) from None
+
+    def prime(self, prompt: Sequence[int]) -> None:
+        """Tell the answer's text from the prompt's end. For right after submit."""
+        state = self._llm.output_processor.request_states.get(self._queue.request_id)
+        if state is not None:
+            priming.shorten(state.detokenizer, prompt)
 
     async def next(self) -> Any:
         """Return the next output. Raises Failure WORKER_FAILED when the engine has died."""
