@@ -22,7 +22,10 @@ class Streamed:
 
     text: str = ""
     arrivals_s: list[float] = field(default_factory=list)
-    """When each event with text came, in seconds since just before the request was sent."""
+    """When each event with new tokens came, in seconds since just before the request was sent.
+
+    A token that ends inside a character, or says nothing, has an event without text.
+    """
     told: dict[str, Any] = field(default_factory=dict)
     """What the gateway says about the turn's reuse."""
 
@@ -90,8 +93,9 @@ def _take(answer: Streamed, event: bytes, now: float) -> None:
     if "error" in content:
         raise StreamFailed("an error in the stream")
     for choice in content.get("choices") or ():
-        text = choice["delta"].get("content") or ""
-        if text:
-            answer.text += text
+        delta = choice["delta"]
+        answer.text += delta.get("content") or ""
+        # The first event only says who speaks, the last one only why it ended.
+        if "role" not in delta and not choice.get("finish_reason"):
             answer.arrivals_s.append(now)
     answer.told = content.get("kvloop") or answer.told

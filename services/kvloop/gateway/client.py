@@ -116,8 +116,9 @@ class RouterEngineClient:
         """
         here = exchange.current() or Exchange()
         try:
-            compat.prompt_ids(prompt)
-            self.input_processor.process_inputs(request_id, prompt, sampling_params, compat.TASKS)
+            ids = compat.prompt_ids(prompt)
+            rendered = here.rendering is not None and here.rendering.ids is ids
+            compat.check_inputs(self, request_id, prompt, sampling_params, rendered=rendered)
             turns = self._turns(
                 here,
                 prompt,
@@ -213,11 +214,11 @@ class RouterEngineClient:
         stream = self._routers.generate(message, timeout_s=here.time_left_s(), metadata=metadata)
         try:
             async for response in stream:
-                if response.WhichOneof("event") == "chunk":
+                if response.HasField("chunk"):
                     output = answer.add(response.chunk)
                     if output is not None:
                         yield output
-                elif response.WhichOneof("event") == "summary":
+                elif response.HasField("summary"):
                     self._ended(here, response.summary, answer, remember=remember)
                     yield answer.end(response.summary)
         finally:

@@ -5,6 +5,7 @@ template, no weights and no GPU. vllm is imported on first use: it takes seconds
 not.
 """
 
+import functools
 import json
 import logging
 import os
@@ -13,11 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvloop.gateway.problems import Problem
 from kvloop.gateway.settings import GatewaySettings
-from kvloop.runtime.errors import invalid
+from kvloop.runtime.errors import Failure, Reason, invalid
 from kvloop.v1alpha1 import turn_pb2
 
 TASKS = ("generate",)
@@ -131,7 +132,18 @@ class ChatServing:
     def __init__(self, app: Any, base: Base) -> None:
         """Take the app that build_app made."""
         self._serving = app.state.openai_serving_chat
+        self._models = app.state.openai_serving_models
         self.vocab_size: int = base.vllm_config.model_config.get_vocab_size()
+
+    def adapter_of(self, model: str) -> str:
+        """Return the adapter that a model's name means, "" for the model itself. Failure MODEL_NOT_FOUND."""
+        if not model or self._models.is_base_model(model):
+            return ""
+        if model not in self._models.lora_requests:
+            raise Failure(
+                Reason.ERROR_REASON_MODEL_NOT_FOUND, "no model or adapter has this name", field="model"
+            )
+        return model
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a streamed chat completion. Raises Refused."""
@@ -220,19 +232,34 @@ def make_client_class(methods: type) -> type:
     return type(methods.__name__, (methods, EngineClient), missing)
 
 
-def wants_deltas(params: Any) -> bool:
-    """Return whether the serving code wants each output to hold only what is new."""
+class _Classes(NamedTuple):
+    """What is made of every chunk: looked up once, an import statement at every chunk would show."""
+
+    completion_output: Any
+    request_output: Any
+    logprob: Any
+    delta: Any
+
+
+@functools.cache
+def _classes() -> _Classes:
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind
 
-    return bool(params.output_kind == RequestOutputKind.DELTA)
+    return _Classes(CompletionOutput, RequestOutput, Logprob, RequestOutputKind.DELTA)
+
+
+def wants_deltas(params: Any) -> bool:
+    """Return whether the serving code wants each output to hold only what is new."""
+    return bool(params.output_kind == _classes().delta)
 
 
 def logprobs_of(position: turn_pb2.PositionLogprobs) -> dict[int, Any]:
     """Return vLLM's form of one position: a dict by token id, the chosen token first."""
-    from vllm.logprobs import Logprob
-
+    make = _classes().logprob
     return {
-        candidate.token_id: Logprob(
+        candidate.token_id: make(
             logprob=candidate.logprob,
             rank=candidate.rank,
             decoded_token=candidate.decoded_token if candidate.HasField("decoded_token") else None,
@@ -243,16 +270,12 @@ def logprobs_of(position: turn_pb2.PositionLogprobs) -> dict[int, Any]:
 
 def completion_output(**values: Any) -> Any:
     """Return vLLM's CompletionOutput."""
-    from vllm.outputs import CompletionOutput
-
-    return CompletionOutput(**values)
+    return _classes().completion_output(**values)
 
 
 def request_output(**values: Any) -> Any:
     """Return vLLM's RequestOutput. It never carries kv_transfer_params: those would reach the client."""
-    from vllm.outputs import RequestOutput
-
-    return RequestOutput(prompt=None, **values)
+    return _classes().request_output(prompt=None, **values)
 
 
 def prompt_ids(prompt: Any) -> list[int]:
@@ -262,6 +285,18 @@ def prompt_ids(prompt: Any) -> list[int]:
         raise invalid("prompt", "only text and token ids are served")
     ids: list[int] = prompt["prompt_token_ids"]
     return ids
+
+
+def check_inputs(base: Any, request_id: str, prompt: Any, params: Any, *, rendered: bool) -> None:
+    """Have vLLM refuse what an engine would refuse, as vLLM's own exceptions.
+
+    base: has input_processor and model_config. rendered: the ids come from the tokenizer and from models, so
+    that none has to be looked at; vLLM walks over all of them twice.
+    """
+    ids = prompt["prompt_token_ids"]
+    if rendered and 0 < len(ids) < base.model_config.max_model_len:
+        prompt = {**prompt, "prompt_token_ids": ids[-1:]}
+    base.input_processor.process_inputs(request_id, prompt, params, TASKS)
 
 
 def special_tokens(renderer: Any) -> dict[str, int] | None:
@@ -316,7 +351,10 @@ def hook_tokenizer(
         # Too long either way: the renderer's own path says so in its own words.
         if limit is not None and len(ids) > limit:
             return await full(prompt, params)
-        return renderer._build_tokens_prompt(ids, prompt)
+        built = renderer._build_tokens_prompt(ids, prompt)
+        # vLLM's is a copy. The list itself tells later on that these are ids that were rendered here.
+        built["prompt_token_ids"] = ids
+        return built
 
     renderer._tokenize_prompt_async = tokenize
 

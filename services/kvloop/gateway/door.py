@@ -152,6 +152,11 @@ class Reply:
         """Pass a message of the app on, later or changed."""
         if self._ended:
             return
+        if self._started and self._here.problem is None and not self._here.summaries:
+            # In the middle of an answer nothing is changed.
+            self._ended = not message.get("more_body", False)
+            await self._send(message)
+            return
         if message["type"] == "http.response.start":
             self._start = message
             kind = _content_type(message)

@@ -29,6 +29,7 @@ class Answer:
         self._params = params
         self._index = index
         self._whole = not compat.wants_deltas(params) or params.prompt_logprobs is not None
+        self._wanted = params.logprobs is not None or bool(params.logprob_token_ids)
         self._text: list[str] = []
         self._logprobs: list[dict[int, Any]] = []
         self._cumulative = 0.0
@@ -42,17 +43,19 @@ class Answer:
 
     def add(self, chunk: turn_pb2.Chunk) -> Any | None:
         """Return the output to hand on, or None when it is kept for the whole."""
-        ids = tokens.unpack(chunk.token_ids)
-        logprobs = [compat.logprobs_of(position) for position in chunk.logprobs]
+        ids, text = tokens.unpack(chunk.token_ids), chunk.text
         self.ids.extend(ids)
-        self._text.append(chunk.text)
-        for token, entry in zip(ids, logprobs, strict=False):
-            if token in entry:
-                self._cumulative += entry[token].logprob
+        self._text.append(text)
+        logprobs: list[dict[int, Any]] = []
+        if self._wanted:
+            logprobs = [compat.logprobs_of(position) for position in chunk.logprobs]
+            for token, entry in zip(ids, logprobs, strict=False):
+                if token in entry:
+                    self._cumulative += entry[token].logprob
         if self._whole:
             self._logprobs.extend(logprobs)
             return None
-        return self._output(chunk.text, ids, logprobs, None)
+        return self._output(text, ids, logprobs, None)
 
     def end(self, summary: turn_pb2.Summary) -> Any:
         """Return the last output."""
@@ -63,7 +66,7 @@ class Answer:
     def _output(
         self, text: str, ids: list[int], logprobs: list[dict[int, Any]], summary: turn_pb2.Summary | None
     ) -> Any:
-        wanted = self._params.logprobs is not None or self._params.logprob_token_ids
+        wanted = self._wanted
         completion = compat.completion_output(
             index=self._index,
             text=text,
