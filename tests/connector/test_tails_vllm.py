@@ -1,4 +1,4 @@
-"""Turns that go on in the middle of a block, on a real engine. Answers are compared with those of a cold one."""
+"""Turns that go on in the middle of a block, on a real engine. Answers are compared with a cold one's."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ async def test_a_prompt_that_leaves_the_held_one_inside_the_block(plain: Engine,
     async with Balance(plain, d):
         _, history, _ = await first_turn(d, 4 * BLOCK + 20 - ANSWER + 1)
         for shared in (4 * BLOCK + 11, 4 * BLOCK):
-            prompt = history[:shared] + [3 + (history[shared] - 2) % 500, *fresh_prompt(20)]
+            prompt = [*history[:shared], 3 + (history[shared] - 2) % 500, *fresh_prompt(20)]
             result = await d.decode(prompt, ANSWER, lease=new_id("lease"))
             assert result["tokens"] == await cold(plain, prompt, ANSWER)
             assert result["params"]["kvloop_report"]["local"] == shared

@@ -63,11 +63,20 @@ def test_text_goes_on_wherever_the_answer_was_broken_off(tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "a", ".", " word", "word", "\n", "\n\n  x", "<|im_end|>", "🦙", " 🦙", "例", "<|im_end|>\n"]
+    "text",
+    ["", " ", "a", ".", " word", "word", "\n", "\n\n  x", "<|im_end|>", "🦙", " 🦙", "例", "<|im_end|>\n"],
 )
 def test_the_prompts_end_tells_the_same_text_as_all_of_it(tokenizer: Any, text: str) -> None:
     answer = tokenizer.encode(TEXT)
-    for end in ("assistant\n", " and then", "例え", "<|im_end|>" * 30, "🦙🦙🦙🦙🦙🦙", " " * 40, "1 2 3 4 5 6"):
+    for end in (
+        "assistant\n",
+        " and then",
+        "例え",
+        "<|im_end|>" * 30,
+        "🦙🦙🦙🦙🦙🦙",
+        " " * 40,
+        "1 2 3 4 5 6",
+    ):
         prompt = tokenizer.encode("<|im_start|>user\nA story, please. " * 4 + end + text)
         for cut in (0, 1, 2, 5):
             whole = text_after(tokenizer, prompt, answer[cut:], whole=True)
