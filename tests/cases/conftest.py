@@ -67,6 +67,7 @@ async def case(request: pytest.FixtureRequest, stack: Stack, engine: str, router
         await running.close()
         return
     await running.finish()
+    assert running.id not in IDS or "mechanism_ok" in running.record, "the case says nothing of the mechanism"
     if engine == "vllm" and running.id in IDS:
         took = {"ms": (time.monotonic() - started) * 1000}
         about = {"id": running.id, "expected": running.expected, "router": running.router}

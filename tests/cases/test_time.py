@@ -66,7 +66,7 @@ async def test_client_reads_nothing(case: Case, history: list[int], suffix: list
 
 
 @pytest.mark.case("E7", "reaped in order of deadline")
-async def test_mixed_ttls(case: Case, history: list[int]) -> None:
+async def test_mixed_ttls(case: Case, history: list[int], suffix: list[int]) -> None:
     long = await case.turn(history, case.name("long"), retention=seconds(60), max_tokens=1)
     short = [
         await case.turn(
@@ -77,6 +77,8 @@ async def test_mixed_ttls(case: Case, history: list[int]) -> None:
     for answer in short:
         await gone(case, answer.summary.lease.lease_id)
     assert long.summary.lease.lease_id in {lease.lease_id for lease in await case.stack.leases()}
+    two = await case.turn([*history, *long.ids, *suffix], case.name("long"))
+    case.expect(two, "READBACK", "PROVEN", len(history))
 
 
 @pytest.mark.case("E5", "DOOMED, read succeeds, freed after")

@@ -276,7 +276,8 @@ async def test_the_newest_attempt_of_a_request_wins() -> None:
         answer = await client.say(LONG, request_id="same")
         assert answer.summary is not None
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await collect(responses)
+            async for _ in responses:
+                pass
         assert error.value.code() == grpc.StatusCode.CANCELLED
         assert reason_of(error.value) == "SUPERSEDED"
         await until(lambda: fleet.decodes[0].cancelled == 1, "the older leg's cancellation")
