@@ -21,7 +21,9 @@ async def log_folder(given: Path | None, command: str, *failures: type[Exception
     keep = given is not None
     try:
         yield folder
-    except (PartFailed, *failures) as failure:
+    except Exception as failure:
+        if not isinstance(failure, (PartFailed, *failures)):
+            raise
         keep = True
         raise CommandFailed(f"{failure}\nEverything was stopped; all logs are in {folder}") from None
     finally:
