@@ -31,7 +31,10 @@ def test_a_good_run_has_nothing_against_it() -> None:
 @pytest.mark.parametrize(
     ("spoiled", "said"),
     [
-        (replace(good(), turns=[COLD, replace(WARM, verdict="recompute")]), "turns [2] reused nothing"),
+        (
+            replace(good(), turns=[COLD, replace(WARM, verdict="recompute", reason="not_found")]),
+            "turns reused nothing: 2 (not_found)",
+        ),
         (replace(good(), turns=[COLD, replace(WARM, router="router-0")]), "the same router"),
         (replace(good(), trace=SPANS[:3]), "no trace spans"),
         (replace(good(), prometheus={"canary": {"mismatch": 1.0}}), "wrong tokens"),

@@ -88,7 +88,7 @@ class Holder:
             if response.HasField("summary"):
                 summary = response.summary
         if summary is None or not summary.HasField("lease"):
-            raise RuntimeError("the decode worker holds nothing")
+            raise TargetFailed("the decode worker holds nothing")
         return summary.lease
 
     async def release(self, lease: turn_pb2.LeaseInfo) -> None:
@@ -109,7 +109,7 @@ class Holder:
             await asyncio.gather(*(call.initial_metadata() for call in calls))
             yield
             if any(reader.done() for reader in readers):
-                raise RuntimeError("a stream ended before the measurement did")
+                raise TargetFailed("a stream ended before the measurement did")
         finally:
             for call in calls:
                 call.cancel()
@@ -202,7 +202,7 @@ async def idle_cpu(
 
     Three times: without leases, with some of as many conversations, and with as many short ones whose
     sessions are open, which the worker prolongs again and again. directory: the worker's, for alive keys.
-    Raises RuntimeError when the worker has let a lease go.
+    Raises TargetFailed when the worker has let a lease go.
     """
     processes = family(pid)
     found: dict[str, Any] = {"leases": leases, "seconds": seconds}
@@ -216,7 +216,7 @@ async def idle_cpu(
         found[what] = {part: round(share, 4) for part, share in shares.items()}
         found[what]["all"] = round(sum(shares.values()), 4)
         if (await holder.facts()).pool.leases < count:
-            raise RuntimeError("the decode worker has let leases go")
+            raise TargetFailed("the decode worker has let leases go")
 
     def prompt() -> list[int]:
         return holder.prompt(holder.info.block_size - 4)

@@ -1,16 +1,13 @@
 """`kvloop up`: a whole deployment on this machine."""
 
-import asyncio
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvloop.cli import options
-from kvloop.cli.errors import EXIT_FAILED, say, sentences, write_line
+from kvloop.cli.errors import sentences, write_line
 from kvloop.cli.places import CHAT, GATEWAY, ROUTER
 
 _HELP = """Start store, prefill, decode, router and gateway here, and stop them together.
@@ -158,13 +155,11 @@ def _of_engine(engine: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _up(plan: Any, logs: Path | None) -> int:
+    from kvloop.cli.logfolder import log_folder
     from kvloop.cli.supervisor.board import Board
     from kvloop.cli.supervisor.fleet import Fleet
-    from kvloop.cli.supervisor.part import PartFailed
 
-    folder = logs or Path(tempfile.mkdtemp(prefix="kvloop-up-"))
-    keep = logs is not None
-    try:
+    async with log_folder(logs, "up") as folder:
         with Board() as board:
             fleet = Fleet(plan, folder, board.tell)
             board.show(fleet.parts)
@@ -172,13 +167,6 @@ async def _up(plan: Any, logs: Path | None) -> int:
                 board.finish()
                 write_line(sys.stdout, _endpoints(fleet))
                 await fleet.watch()
-    except PartFailed as failure:
-        keep = True
-        say(f"{failure}\nEverything was stopped; all logs are in {folder}")
-        return EXIT_FAILED
-    finally:
-        if not keep:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     return 0
 
 

@@ -2,7 +2,6 @@
 """DecodeService over gRPC: what arrives is checked and handed on; decisions are made elsewhere."""
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvloop.decode.keeper import Keeper
@@ -12,16 +11,15 @@ from kvloop.decode.reading import Reading
 from kvloop.decode.turns import Turns
 from kvloop.engine.port import Engine
 from kvloop.engine.reloading import Reloading
-from kvloop.engine.worker import worker_info
+from kvloop.engine.serving import WorkerServicing
 from kvloop.runtime import checks, tracing
 from kvloop.runtime.clock import Clock
-from kvloop.runtime.errors import Failure, Reason, invalid
+from kvloop.runtime.errors import invalid
 from kvloop.runtime.mux.carrier import Carrier
 from kvloop.runtime.servicing import Context, stream, time_left_s, unary
 from kvloop.v1alpha1 import decode_service_pb2, decode_service_pb2_grpc
 
 SERVICE_NAME = "kvloop.v1alpha1.DecodeService"
-RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +36,15 @@ class Parts:
     worker_id: str
 
 
-class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
-    """The methods. Closed until `open`, and to new turns again after `drain`."""
+class DecodeServicer(WorkerServicing[Parts], decode_service_pb2_grpc.DecodeServiceServicer):
+    """The methods."""
 
     def __init__(self) -> None:
-        self._open: Parts | None = None
-        self._draining = False
-        self._carrier = Carrier(
-            self.Decode, decode_service_pb2.DecodeRequest, decode_service_pb2.DecodeServiceAttachResponse
-        )
-
-    def open(self, parts: Parts) -> None:
-        """Begin to serve."""
-        self._open = parts
-
-    def drain(self) -> None:
-        """Refuse new turns; leases are served on."""
-        self._draining = True
-        self._carrier.drain()
-
-    @property
-    def _parts(self) -> Parts:
-        if self._open is None:
-            raise Failure(
-                Reason.ERROR_REASON_NO_WORKER, "the engine is starting", retry_after_s=RETRY_AFTER_S
+        super().__init__(
+            Carrier(
+                self.Decode, decode_service_pb2.DecodeRequest, decode_service_pb2.DecodeServiceAttachResponse
             )
-        return self._open
+        )
 
     @stream
     async def Decode(
@@ -71,10 +52,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_service_pb2.DecodeResponse]:
         """Serve the second leg of a turn."""
         checks.check_deadline(time_left_s(context))
-        turns = self._parts.turns
-        if self._draining:
-            raise Failure(Reason.ERROR_REASON_DRAINING, "the worker is going away")
-        self._parts.reloading.admit()
+        turns = self._admit().turns
         with tracing.continued(context.invocation_metadata()):
             leg = turns.begin(request)
         try:
@@ -82,17 +60,6 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                 yield response
         finally:
             leg.leave()
-
-    @stream
-    async def Attach(
-        self,
-        request_iterator: AsyncIterator[decode_service_pb2.DecodeServiceAttachRequest],
-        context: Context,
-    ) -> AsyncIterator[decode_service_pb2.DecodeServiceAttachResponse]:
-        """Carry many calls of Decode."""
-        async with aclosing(self._carrier.serve(request_iterator, context)) as batches:
-            async for batch in batches:
-                yield batch
 
     @unary
     async def BeginRead(
@@ -145,8 +112,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         self, request: decode_service_pb2.DecodeServiceReloadWeightsRequest, context: Context
     ) -> decode_service_pb2.DecodeServiceReloadWeightsResponse:
         """Load other weights under the same name."""
-        left = checks.check_deadline(time_left_s(context))
-        epoch = await self._parts.reloading.run(request.weights_version, left)
+        epoch = await self._reload(request.weights_version, context)
         return decode_service_pb2.DecodeServiceReloadWeightsResponse(epoch=epoch)
 
     @unary
@@ -154,8 +120,4 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         self, request: decode_service_pb2.DecodeServiceGetInfoRequest, context: Context
     ) -> decode_service_pb2.DecodeServiceGetInfoResponse:
         """Tell the worker's facts."""
-        parts = self._parts
-        info = worker_info(parts.engine.facts, "decode", parts.worker_id)
-        info.pool.CopyFrom(await parts.engine.pool())
-        info.counters.CopyFrom(await parts.engine.counters())
-        return decode_service_pb2.DecodeServiceGetInfoResponse(info=info)
+        return decode_service_pb2.DecodeServiceGetInfoResponse(info=await self._info("decode"))

@@ -19,6 +19,7 @@ from kvloop.runtime.channels import open_channel
 from kvloop.runtime.clock import SystemClock
 from kvloop.runtime.config import ENV_PREFIX, ConfigError, Settings
 from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.renewal import CertificateFiles
 from kvloop.runtime.servicing import abort
 from kvloop.runtime.watched import WatchedFile
 
@@ -78,15 +79,23 @@ class Security:
     authority: bytes | None = None
     server_name: str = ""
     tokens: "WatchedFile[Sequence[str]] | None" = None
+    files: CertificateFiles | None = None
+    """Where servers look for a renewed certificate."""
 
     @classmethod
     def load(cls, settings: SecuredSettings) -> "Security":
         """Read the files that settings name. Raises ConfigError."""
         token_file = getattr(settings, "worker_token_file", None)
+        certificate, key = _read("tls_cert", settings.tls_cert), _read("tls_key", settings.tls_key)
+        authority = _read("tls_ca", settings.tls_ca)
+        files = None
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
         return cls(
-            certificate=_read("tls_cert", settings.tls_cert),
-            key=_read("tls_key", settings.tls_key),
-            authority=_read("tls_ca", settings.tls_ca),
+            certificate=certificate,
+            key=key,
+            authority=authority,
+            files=files,
             server_name=settings.tls_server_name,
             tokens=None
             if token_file is None
@@ -101,8 +110,15 @@ class Security:
         if self.certificate is None or self.key is None:
             return None
         ask = ask_clients and self.authority is not None
-        pairs = [(self.key, self.certificate)]
-        return grpc.ssl_server_credentials(pairs, self.authority if ask else None, ask)
+        now = _configuration(self.key, self.certificate, self.authority if ask else None)
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            found = self.files.renewed() if self.files is not None else None
+            if found is None:
+                return None
+            return _configuration(found.key, found.certificate, found.authority if ask else None)
+
+        return grpc.dynamic_ssl_server_credentials(now, renewed, ask)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Return the credentials to dial with, None for plain text."""
@@ -132,6 +148,10 @@ def from_environment() -> Security:
         return PLAIN
     token = os.environ.get(f"{ENV_PREFIX}WORKER_TOKEN_FILE")
     return Security.load((GuardedSettings if token else SecuredSettings).load())
+
+
+def _configuration(key: bytes, certificate: bytes, authority: bytes | None) -> Any:
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
 def parse_tokens(text: str) -> list[str]:

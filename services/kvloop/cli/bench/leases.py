@@ -1,10 +1,7 @@
 """`kvloop bench leases`."""
 
-import asyncio
 import functools
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvloop.cli import options
-from kvloop.cli.errors import EXIT_FAILED, say, sentences
+from kvloop.cli.errors import say, sentences
 
 _HELP = """Measure what leases cost, and what they are worth under memory pressure.
 
@@ -54,17 +51,13 @@ def make_command() -> Any:
 
 
 async def _leases(engine: dict[str, Any], own: Mapping[str, Any]) -> int:
+    from kvloop.bench.target import TargetFailed
+    from kvloop.cli.logfolder import log_folder
     from kvloop.cli.places import check_model
-    from kvloop.cli.supervisor.part import PartFailed
 
     check_model(engine)
-    folder = Path(tempfile.mkdtemp(prefix="kvloop-leases-"))
-    try:
+    async with log_folder(None, "leases", TargetFailed) as folder:
         found = await _measure(engine, own, folder)
-    except PartFailed as failure:
-        say(f"{failure}\nAll logs are in {folder}")
-        return EXIT_FAILED
-    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     _write(own["out"] or Path("out/leases.json"), found)
     return 0
 

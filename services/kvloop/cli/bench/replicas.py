@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -87,24 +85,15 @@ async def _replicas(setting: Setting, out: Path, logs: Path | None) -> int:
     from kvloop.bench.replicas import missed, summarise
     from kvloop.cli.bench.balanced import ROUTERS, haproxy_binary, haproxy_version
     from kvloop.cli.bench.environment import machine, now, versions
-    from kvloop.cli.supervisor.part import PartFailed
+    from kvloop.cli.logfolder import log_folder
 
     binary = haproxy_binary()
     if not setting.config.is_file():
         raise CommandFailed(f"{setting.config} is missing: run this in the repository, or name the file")
-    folder = logs or Path(tempfile.mkdtemp(prefix="kvloop-replicas-"))
-    keep = logs is not None
     made = sessions_of(setting)
-    try:
+    async with log_folder(logs, "replicas", CommandFailed) as folder:
         records = await _played(setting, made, binary, folder / "store", None)
         contrast = await _played(setting, made, binary, folder / "memory", MEMORY)
-    except (PartFailed, CommandFailed) as failure:
-        keep = True
-        say(f"{failure}\nAll logs are in {folder}")
-        return EXIT_FAILED
-    finally:
-        if not keep:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     settings = {
         "date": now(),
         "machine": machine(),

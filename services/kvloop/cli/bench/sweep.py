@@ -1,8 +1,6 @@
 """`kvloop bench sweep`."""
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -151,39 +149,32 @@ def running_routes(given: Mapping[str, Any]) -> dict[str, str]:
 async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, Any]) -> int:
     from kvloop.bench.records import REQUESTS, RecordFile
     from kvloop.cli.bench.environment import facts_of, machine, now, versions
+    from kvloop.cli.logfolder import log_folder
     from kvloop.cli.places import check_model
-    from kvloop.cli.supervisor.part import PartFailed
 
     if not running_routes(own):
         check_model(engine)
     out: Path = own["out"] or Path("out/sweep")
-    folder = own["logs"] or Path(tempfile.mkdtemp(prefix="kvloop-sweep-"))
     settings = {"date": now(), "machine": machine(), "versions": versions()}
     complete = False
-    keep = own["logs"] is not None
-    try:
-        async with _routes(engine, plan, own, folder) as (routes, vocabulary):
-            if routes.info.engine:
-                settings |= facts_of(routes.info)
-            if own["filler_tokens"] is None:
-                pool = routes.info.pool.total_blocks * routes.info.block_size
-                plan = replace(plan, filler_tokens=pool)
-            settings |= settings_of(plan)
-            with RecordFile(out / REQUESTS) as file:
-                try:
-                    playing = _play(plan, routes, vocabulary, own["token"], file)
-                    await _unless_crashed(playing, routes)
-                    complete = True
-                finally:
-                    # A signal comes as a cancellation: what was measured is kept.
-                    _report(out, file, settings, complete=complete)
-    except PartFailed as failure:
-        keep = True
-        say(f"{failure}\nAll logs are in {folder}")
-        return EXIT_FAILED
-    finally:
-        if not keep:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    async with (
+        log_folder(own["logs"], "sweep") as folder,
+        _routes(engine, plan, own, folder) as (routes, vocabulary),
+    ):
+        if routes.info.engine:
+            settings |= facts_of(routes.info)
+        if own["filler_tokens"] is None:
+            pool = routes.info.pool.total_blocks * routes.info.block_size
+            plan = replace(plan, filler_tokens=pool)
+        settings |= settings_of(plan)
+        with RecordFile(out / REQUESTS) as file:
+            try:
+                playing = _play(plan, routes, vocabulary, own["token"], file)
+                await _unless_crashed(playing, routes)
+                complete = True
+            finally:
+                # A signal comes as a cancellation: what was measured is kept.
+                _report(out, file, settings, complete=complete)
     if failed := [record for record in file.records if record.error]:
         say(f"{len(failed)} requests failed; the first: {failed[0].error}")
         return EXIT_FAILED

@@ -7,8 +7,6 @@ kept of it: each turn's router and verdict, what Prometheus says, one trace, and
 
 import asyncio
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -56,22 +54,13 @@ async def _demo(engine: str, turns: int, deploy: Path, out: Path, logs: Path | N
     from rich.console import Console
 
     from kvloop.cli.demo.cluster_record import ClusterRecord
-    from kvloop.cli.supervisor.part import PartFailed
+    from kvloop.cli.logfolder import log_folder
 
-    folder = logs or Path(tempfile.mkdtemp(prefix="kvloop-cluster-"))
-    keep = logs is not None
     record = ClusterRecord(engine)
-    try:
+    async with log_folder(logs, "cluster", CommandFailed) as folder:
         await _run(record, folder, turns=turns, deploy=deploy, out=out)
         record.trace = await asyncio.to_thread(record.longest_trace, folder / _SPANS)
         record.left_behind = await _left_behind(record.pids)
-    except (PartFailed, CommandFailed) as failure:
-        keep = True
-        say(f"{failure}\nAll logs are in {folder}")
-        return EXIT_FAILED
-    finally:
-        if not keep:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     await asyncio.to_thread(record.write, out)
     Console().print(record.shown())
     for complaint in (complaints := record.complaints()):

@@ -35,9 +35,9 @@ class ClusterRecord:
         """Return what a run must show, and did not."""
         found = []
         later = self.turns[1:]
-        cold = [turn.number for turn in later if turn.verdict not in _REUSED]
+        cold = [f"{turn.number} ({turn.reason})" for turn in later if turn.verdict not in _REUSED]
         if cold:
-            found.append(f"turns {cold} reused nothing")
+            found.append(f"turns reused nothing: {', '.join(cold)}")
         handed_on = [b.number for a, b in zip(self.turns, later, strict=False) if a.router != b.router]
         if not handed_on:
             found.append("every turn went to the same router")

@@ -4,8 +4,6 @@ import asyncio
 import importlib.metadata
 import os
 import platform
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -61,20 +59,11 @@ async def _demo(engine: str, model: str, out: Path, max_tokens: int, logs: Path 
     from rich.console import Console
 
     from kvloop.cli.demo.show import table_of
-    from kvloop.cli.supervisor.part import PartFailed
+    from kvloop.cli.logfolder import log_folder
 
-    folder = logs or Path(tempfile.mkdtemp(prefix="kvloop-demo-"))
-    keep = logs is not None
     console = Console()
-    try:
+    async with log_folder(logs, "demo", CommandFailed) as folder:
         record = await _record(engine, model, max_tokens, folder, console)
-    except (PartFailed, CommandFailed) as failure:
-        keep = True
-        say(f"{failure}\nAll logs are in {folder}")
-        return EXIT_FAILED
-    finally:
-        if not keep:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     await asyncio.to_thread(record.write, out)
     console.print(table_of(record))
     complaints = record.complaints()
