@@ -35,7 +35,7 @@ class DirectPolicy:
     """Longest time until the first token for which the lease is pinned."""
     margin_s: float = 0.2
     """A lease with less time left is over."""
-    budget: int = 4096
+    budget: int = 1024
     """Suffix tokens computed at a time; a turn that alone has more is only taken when nothing else is."""
 
 

@@ -24,7 +24,7 @@ class DecodeSettings(WorkerSettings):
     """Whether leases are found by their tokens' beginning too, for turns that name no conversation."""
     publish_bound_s: float = Field(30.0, ge=0)
     """For how long the publication of a lease is tried again."""
-    direct_budget_tokens: int = Field(4096, ge=1)
+    direct_budget_tokens: int = Field(1024, ge=1)
     """Suffix tokens that DIRECT turns compute here at a time; more are sent through a prefill worker."""
     soft_hints: bool = False
     """Whether the directory keeps naming an evicted lease, so that a DIRECT turn may find its blocks in the

@@ -50,7 +50,7 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Whether a decode worker may go on from what it holds, without a prefill leg."""
     direct_max_suffix: Annotated[int, Field(ge=1)] = 512
     """Most new tokens of a prompt that a decode worker computes itself."""
-    direct_budget_tokens: Annotated[int, Field(ge=1)] = 2048
+    direct_budget_tokens: Annotated[int, Field(ge=1)] = 1024
     """New tokens that this router has each decode worker compute at a time."""
     by_cost: bool = True
     """Whether the cheapest of the ways that are open is taken, by measured costs; otherwise the first of

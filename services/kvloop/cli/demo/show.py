@@ -70,7 +70,7 @@ def table_of(record: DemoRecord) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     table.add_column("reason", no_wrap=True)
-    for heading in ("read\nback", "held\nby D", "com-\nputed", "off\nms", "on\nms", "off\n/ on", "D->P"):
+    for heading in ("re-\nused", "com-\nputed", "off\nms", "on\nms", "off\n/ on", "D->P"):
         table.add_column(heading, justify="right", no_wrap=True)
     for on, off in zip(record.on, record.off, strict=True):
         tokens = on.tokens
@@ -79,7 +79,8 @@ def table_of(record: DemoRecord) -> Table:
             str(on.prompt_tokens),
             on.verdict,
             reason_text(on),
-            *(str(tokens[name]) for name in ("readback", "d_local", "computed")),
+            str(tokens["readback"] + tokens["d_local"]),
+            str(tokens["computed"]),
             f"{off.ttft_ms:.0f}",
             f"{on.ttft_ms:.0f}",
             f"{off.ttft_ms / on.ttft_ms:.1f}",
