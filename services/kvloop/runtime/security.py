@@ -112,7 +112,7 @@ class Security:
         ask = ask_clients and self.authority is not None
         now = _configuration(self.key, self.certificate, self.authority if ask else None)
 
-        def renewed() -> grpc.ServerCertificateConfiguration | None:
+        def renewed() -> Any:  # a configuration, None to go on with the last: gRPC's stubs forget the latter
             found = self.files.renewed() if self.files is not None else None
             if found is None:
                 return None
