@@ -50,6 +50,7 @@ def scale(
     ] = "100,1000,10000,100000",
     routers: Annotated[str, typer.Option(help="How many share the turns; ascending.")] = "1,2,4",
     turns: Annotated[int, typer.Option(min=20, help="Turns per point.")] = 1200,
+    talks: Annotated[int, typer.Option(min=2, help="Conversations that are played.")] = 128,
     idle_s: Annotated[float, typer.Option(min=0.2, help="Seconds without turns per point.")] = 4.0,
     preset: Annotated[str, typer.Option(help="Cost model of the simulated engines.")] = "paced",
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes.")] = Path(
@@ -68,7 +69,7 @@ def scale(
     axes = replace(axes, routers=_ascending("routers", routers))
     if axes.workers[0] < 2:
         raise CommandFailed("--workers begins with 2 at least: one of each kind")
-    signals.run(_scale(axes, Effort(turns=turns, idle_s=idle_s), preset, out))
+    signals.run(_scale(axes, Effort(turns=turns, talks=talks, idle_s=idle_s), preset, out))
 
 
 @dataclass(frozen=True, slots=True)
