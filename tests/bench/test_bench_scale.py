@@ -14,7 +14,7 @@ from kvloop.bench.router_traffic import Played, Talk, talk
 from kvloop.bench.scale import Players, Spent, cpu_s, growth, per_second, per_turn, slopes
 from kvloop.bench.scale_need import Assumed, Measured, million, needs
 from kvloop.bench.scale_picture import draw
-from kvloop.bench.scale_report import figure, table
+from kvloop.bench.scale_report import figure, markdown, table
 from kvloop.cli.bench.scale import make_command
 
 
@@ -148,6 +148,9 @@ def test_a_record_makes_a_table_and_a_picture(tmp_path: Path) -> None:
     assert "router CPU per turn, ms" in text
     [row] = [line for line in text.splitlines() if line.strip().startswith("a router without turns")][:1]
     assert row.split()[-3:] == ["20", "10,000", "2"]
+    page = markdown(record())
+    assert "| a router without turns, CPU per second, ms | 20 | 10,000 | 2 |" in page
+    assert "| routers | 100 |" not in page
     draw(tmp_path / "scale.png", record())
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 

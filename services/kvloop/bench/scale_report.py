@@ -38,6 +38,42 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def markdown(record: Mapping[str, Any]) -> str:
+    """Return the tables of docs/scale.md: what was found along each axis, then the needs."""
+    low, high = record["load_average"]
+    lines = [f"{record['when'][:10]}, {record['machine']}, load average {low} to {high}.", ""]
+    for axis in AXES:
+        grown = record["growth"].get(axis, {})
+        places = [point[axis] for point in record["points"][axis]]
+        if not grown or len(places) < 2:
+            continue
+        lines += _table([axis, *(f"{place:,}" for place in places), "flat to"])
+        for name, found in grown.items():
+            what, unit = FLAT[name]
+            row = [f"{what}, {unit}" if unit else what, *map(figure, found["values"])]
+            lines.append(_line([*row, f"{found['flat_to']:,}"]))
+        lines.append("")
+    cpu, last = record["router_cpu"], record["all"]
+    lines += [
+        f"A turn's parts: {cpu['turn_ms']:.2f} ms, {cpu['chunk_ms']:.3f} ms per chunk,"
+        f" {cpu['kilotoken_ms']:.3f} ms per thousand prompt tokens, of a router's CPU. With {last['routers']}"
+        f" routers and {last['workers']:,} workers a turn takes {figure(last['turn']['router_cpu_ms'])} ms.",
+        "",
+    ]
+    needed = record["million_conversations"]["needs"]
+    lines += _table(["gap, s", *(figure(need["gap_s"]) for need in needed)])
+    lines += [_line([what, *(figure(need[name]) for need in needed)]) for name, what in _NEEDS.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: list[str]) -> list[str]:
+    return [_line(head), "|" + "---|" * len(head)]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
 def figure(value: float) -> str:
     """Return a number in few digits."""
     if value >= 100 or value == int(value):

@@ -60,7 +60,7 @@ def scale(
     """Measure real routers and a real store with many simulated workers, in less than ten minutes.
 
     One axis at a time: conversations with the fewest workers, workers with all conversations and one router,
-    routers with the last but one number of workers. Writes the record, and a picture beside it.
+    routers with the last but one number of workers. Writes the record, its tables and a picture.
     """
     from kvloop.bench.scale import Effort
     from kvloop.cli import signals
@@ -117,10 +117,11 @@ async def _scale(axes: _Axes, effort: "Effort", preset: str, out: Path) -> int:
 
 
 def _write(out: Path, record: dict[str, Any]) -> None:
-    from kvloop.bench.scale_report import table
+    from kvloop.bench.scale_report import markdown, table
 
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(markdown(record), encoding="utf-8")
     write_line(sys.stdout, table(record))
     picture = out.with_suffix(".png")
     try:
