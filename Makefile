@@ -42,7 +42,7 @@ $(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
 	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas helm demo-cluster debian-node test-surface bench-gateway
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas helm demo-cluster debian-node test-surface bench-gateway bench-scale
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -122,6 +122,9 @@ bench-leases: model ## Leases: BeginRead, idle CPU, memory pressure, on real vLL
 
 bench-router: setup-fast ## The router's time, CPU and memory on simulated engines, under 10 minutes; writes out/router.json
 	@$(BIN)/kvloop bench router
+
+bench-scale: setup-fast ## Up to 1,000 workers, 100,000 conversations, 4 routers, under 10 minutes; writes out/scale.json, .png
+	@$(BIN)/kvloop bench scale
 
 bench-replicas: setup-fast debian ## Three routers behind HAProxy, one killed, the store restarted; writes out/replicas.json
 	@$(BIN)/kvloop bench replicas

@@ -38,6 +38,17 @@ async def test_a_later_announcement_replaces(store: Store) -> None:
     assert await store.registry.workers() == {"decode-0": busy}
 
 
+async def test_only_what_has_changed_is_decoded(store: Store) -> None:
+    await store.registry.announce(WORKER, 60)
+    await store.registry.announce(replace(WORKER, worker_id="busy"), 60)
+    before = await store.registry.workers()
+    await store.registry.announce(WORKER, 60)
+    await store.registry.announce(replace(WORKER, worker_id="busy", load=7.0), 60)
+    after = await store.registry.workers()
+    assert after["decode-0"] is before["decode-0"]
+    assert (before["busy"].load, after["busy"].load) == (3.5, 7.0)
+
+
 async def test_a_silent_worker_is_gone_and_the_others_stay(store: Store) -> None:
     await store.registry.announce(replace(WORKER, worker_id="stays"), 60)
     await store.registry.announce(WORKER, 0.05)

@@ -203,7 +203,7 @@ async def test_a_new_life_in_the_registry_is_asked_for_its_facts() -> None:
 
 
 async def test_many_are_asked_in_turn_and_few_all_the_time() -> None:
-    pool = await many(300, 300)
+    pool = await many(150, 150)
     assert not any(pool.is_due(worker) for worker in everybody(pool))
     CLOCK.now += 3.0
     assert all(pool.is_due(worker) for worker in everybody(pool))

@@ -31,7 +31,7 @@ _OVERLOADED_BY = 8
 """A preferred decode worker may have so many turns more than twice the least loaded one's."""
 _PREFILL_OVERLOADED_BY = 2
 """The same of a prefill worker, where turns wait behind each other."""
-_ASKED_PER_S = 200
+_ASKED_PER_S = 100
 """Questions that a router asks all its workers in a second, as long as all is well."""
 _MAX_HOMES = 64
 _READY_FOR_S = 0.25

@@ -1,0 +1,221 @@
+"""What a measurement of many workers is made of, what it means, and a small run of it."""
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvloop.bench.router_traffic import Played, Talk, talk
+from kvloop.bench.scale import Players, Spent, cpu_s, growth, per_second, per_turn, slopes
+from kvloop.bench.scale_need import Assumed, Measured, million, needs
+from kvloop.bench.scale_picture import draw
+from kvloop.bench.scale_report import figure, markdown, table
+from kvloop.cli.bench.scale import make_command
+
+
+def point(workers: int, router_ms: float, **changes: Any) -> dict[str, Any]:
+    """Return a point as a run has it."""
+    made: dict[str, Any] = {
+        "workers": workers,
+        "conversations": 10 * workers,
+        "routers": 1,
+        "shape": {"prompt_tokens": 500, "output_tokens": 8},
+        "chunks_per_turn": 8.0,
+        "turn": {
+            "router_cpu_ms": router_ms,
+            "store_cpu_us": 100.0,
+            "store_requests": 3.0,
+            "store_received_bytes": 1500,
+            "store_sent_bytes": 500,
+        },
+        "idle": {"router_cpu_ms": 10.0 * workers, "store_cpu_ms": 1.0},
+        "steps_ms": {"place": 0.01},
+        "lookup_us": {"p50": 80.0, "p99": 200.0},
+        "bytes_per_conversation": 3000,
+        "router_rss_mb": 100.0,
+    }
+    return made | changes
+
+
+def test_another_process_is_charged_what_it_spends() -> None:
+    before = cpu_s(os.getpid())
+    until = time.process_time() + 0.02
+    while time.process_time() < until:
+        pass
+    assert 0.02 <= cpu_s(os.getpid()) - before < 5
+
+
+def test_what_goes_on_anyway_is_taken_off_a_turn() -> None:
+    quiet = Spent(at=2.0, router_s=0.2, store_s=0.02, requests=20, received=200, sent=2000)
+    busy = Spent(at=10.0, router_s=3.0, store_s=0.2, requests=400, received=51_000, sent=11_000)
+    cost = per_turn(busy, quiet, 100)
+    assert cost["router_cpu_ms"] == pytest.approx(20.0)
+    assert cost["router_cpu_ms_gross"] == pytest.approx(30.0)
+    assert cost["store_cpu_us"] == pytest.approx(1000.0)
+    assert (cost["store_requests"], cost["store_received_bytes"], cost["store_sent_bytes"]) == (3.0, 500, 10)
+    # More in the quiet than in the busy time is noise, not a gain.
+    assert per_turn(quiet, busy, 100)["store_requests"] == 0.0
+    each = per_second(quiet, 2)
+    assert (each["router_cpu_ms"], each["store_cpu_ms"], each["store_requests"]) == (50.0, 10.0, 10.0)
+    assert busy.since(quiet).received == 50_800
+
+
+@pytest.mark.parametrize(
+    ("costs", "flat_to", "ratio"),
+    [([1.0, 1.25, 1.2], 100, 1.2), ([1.0, 1.26, 1.0], 1, 1.0), ([1.0, 1.1, 4.0], 10, 4.0), ([2.0], 1, 1.0)],
+)
+def test_flat_is_what_does_not_grow_by_more_than_a_quarter(
+    costs: list[float], flat_to: int, ratio: float
+) -> None:
+    points = [point(10**power, cost) for power, cost in enumerate(costs)]
+    found = growth(points, "workers")["turn.router_cpu_ms"]
+    assert (found["flat_to"], found["ratio"], found["values"]) == (flat_to, ratio, costs)
+
+
+def test_what_was_not_measured_has_no_growth() -> None:
+    bare = point(1, 1.0, steps_ms={}, lookup_us=None)
+    assert not {"steps_ms.place", "lookup_us.p50"} & growth([bare, bare], "workers").keys()
+
+
+def test_a_turn_is_a_sum_of_itself_its_chunks_and_its_prompt() -> None:
+    def cost(prompt: int, chunks: int) -> dict[str, Any]:
+        shape = {"prompt_tokens": prompt, "output_tokens": chunks}
+        spent = 0.5 + 0.02 * chunks + 0.03 * prompt / 1000
+        return point(2, spent, shape=shape, chunks_per_turn=float(chunks))
+
+    found = slopes(cost(500, 8), cost(24_000, 9), cost(500, 64))
+    assert found["turn_ms"] == pytest.approx(0.5, abs=1e-3)
+    assert found["chunk_ms"] == pytest.approx(0.02, abs=1e-4)
+    assert found["kilotoken_ms"] == pytest.approx(0.03, abs=1e-4)
+
+
+MEASURED = Measured(
+    turn_ms=1.0,
+    chunk_ms=0.01,
+    kilotoken_ms=0.1,
+    router_idle_ms=100.0,
+    store_turn_us=100.0,
+    store_turn_requests=3.0,
+    store_turn_bytes=2000.0,
+    store_idle_ms=10.0,
+    bytes_per_conversation=3000.0,
+    workers=1000,
+)
+
+
+def test_the_needs_follow_from_the_formulas() -> None:
+    assumed = Assumed(prompt_tokens=10_000, chunks=100, chunk_bytes=50, used=0.6)
+    found = needs(MEASURED, assumed, 100.0)
+    assert found["turns_per_s"] == 10_000
+    assert found["router_cpu_ms_per_turn"] == pytest.approx(1 + 1 + 1)
+    # 30 cores' work, half of each router's left for it.
+    assert found["routers"] == 60
+    assert found["router_gbit_per_s"] == pytest.approx(8 * 10_000 * 130_000 / 1e9)
+    assert found["store_gb"] == 3.0
+    assert found["store_requests_per_s"] == 30_000
+    assert found["store_cores"] == pytest.approx(1.0 + 60 * 0.01)
+    assert found["store_mbit_per_s"] == 160.0
+    assert needs(MEASURED, assumed, 200.0)["routers"] == 30
+    assert needs(MEASURED, Assumed(used=0.05), 100.0)["routers"] == float("inf")
+
+
+def record() -> dict[str, Any]:
+    """Return a run's record."""
+    points = {
+        "workers": [point(2, 1.0), point(1000, 1.5)],
+        "conversations": [point(2, 1.0), point(2, 1.0, conversations=100_000)],
+        "routers": [point(100, 1.0)],
+    }
+    made: dict[str, Any] = {
+        "when": "now",
+        "machine": "2 cores",
+        "load_average": [1.0, 2.0],
+        "points": points,
+        "growth": {axis: growth(found, axis) for axis, found in points.items()},
+        "router_cpu": {"turn_ms": 0.5, "chunk_ms": 0.02, "kilotoken_ms": 0.03},
+    }
+    made["million_conversations"] = million(made)
+    return made
+
+
+def test_a_record_makes_a_table_and_a_picture(tmp_path: Path) -> None:
+    text = table(record())
+    assert "router CPU per turn, ms" in text
+    [row] = [line for line in text.splitlines() if line.strip().startswith("a router without turns")][:1]
+    assert row.split()[-3:] == ["20", "10,000", "2"]
+    page = markdown(record())
+    assert "| a router without turns, CPU per second, ms | 20 | 10,000 | 2 |" in page
+    assert "| routers | 100 |" not in page
+    draw(tmp_path / "scale.png", record())
+    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.01234, "0.0123"), (12.34, "12.3"), (1234.5, "1,234"), (2.0, "2")]
+)
+def test_figures_have_few_digits(value: float, text: str) -> None:
+    assert figure(value) == text
+
+
+async def test_turns_go_through_the_routers_in_turn_one_at_a_time_of_each_conversation() -> None:
+    class Fake:
+        def __init__(self) -> None:
+            self.played = 0
+
+        async def play(self, mine: Talk) -> Played:
+            assert mine.conversation_id not in busy
+            busy.add(mine.conversation_id)
+            self.played += 1
+            await asyncio.sleep(0)
+            busy.discard(mine.conversation_id)
+            return Played(1.0, 8)
+
+        async def close(self) -> None:
+            return None
+
+    busy: set[str] = set()
+    ways = [Fake(), Fake()]
+    players = Players(ways, at_once=4)
+    assert await players.play([talk(4, 1, 50) for _ in range(6)], 100) == 100
+    assert players.chunks == 800
+    assert min(way.played for way in ways) > 30
+    assert await players.play([talk(4, 1, 50)], 100, until=0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--workers", "10,2"), "--workers takes ascending whole numbers"),
+        (("--routers", "one"), "--routers takes ascending whole numbers"),
+        (("--workers", "1,10"), "--workers begins with 2 at least"),
+    ],
+)
+def test_a_mistake_is_answered_with_a_sentence(arguments: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(make_command(), list(arguments))
+    assert result.exit_code != 0
+    assert said in result.output
+
+
+@pytest.mark.slow
+def test_a_small_run_leaves_a_record_and_a_picture(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    arguments = ["--workers", "2,4", "--conversations", "20,50", "--routers", "1,2", "--turns", "40"]
+    arguments += ["--idle-s", "0.2", "--preset", "instant", "--out", str(out)]
+    result = CliRunner().invoke(make_command(), arguments)
+    assert result.exit_code == 0, result.output
+    made = json.loads(out.read_text(encoding="utf-8"))
+    along = {axis: [found[axis] for found in points] for axis, points in made["points"].items()}
+    assert along == {"workers": [2, 4], "conversations": [20, 50], "routers": [1, 2]}
+    for found in (*made["points"]["workers"], *made["points"]["conversations"], made["all"]):
+        assert found["turn"]["router_cpu_ms"] > 0
+        assert found["turn"]["store_requests"] >= 2
+        assert found["registry"]["workers"] == found["workers"]
+        assert found["verdicts"]["readback"] > 0
+        assert 1000 < found["bytes_per_conversation"] < 10_000
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "conversations, gap in s" in result.output
