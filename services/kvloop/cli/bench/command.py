@@ -12,6 +12,7 @@ _PLACES = {
     "load": ("kvloop.cli.bench.load:make_command", "Play conversations against a router or server."),
     "leases": ("kvloop.cli.bench.leases:make_command", "What leases cost, and are worth under pressure."),
     "router": ("kvloop.cli.bench.router:make_command", "What a router costs in time, CPU and memory."),
+    "peers": ("kvloop.cli.bench.peers:make_command", "vLLM's proxies and vllm-router beside kvloop."),
     "replicas": ("kvloop.cli.bench.replicas:make_command", "Routers behind HAProxy, killed and restarted."),
     "workload": ("kvloop.cli.bench.workload:make_command", "Write conversations as JSON."),
     "gateway": ("kvloop.cli.bench.gateway:make_command", "What the gateway adds to a turn."),
