@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -66,8 +67,6 @@ class Stage:
 
     async def counts(self) -> dict[str, Any]:
         """Return what P and D behind the peers have counted."""
-        import json
-
         counted = {}
         for role, endpoint in zip(("prefill", "decode"), self.engines, strict=True):
             line = Line(endpoint)
@@ -87,12 +86,7 @@ async def simulated(
     stage = Stage()
     async with AsyncExitStack() as stack:
         await _kvloop(stack, stage, tokenizer, "paced" if step_ms else "instant", folder)
-        engines = Part("http-engines", folder)
-        stack.push_async_callback(engines.stop, 2.0)
-        serve = [sys.executable, "-m", peers_engines.__name__, str(engines.ready_path), str(step_ms)]
-        await engines.spawn(Command(serve, part_environment({}, ())))
-        decode = await engines.wait_ready(_START_S)
-        stage.engines = str(engines.facts["prefill"]), decode
+        stage.engines = await http_engines(stack, step_ms, folder)
         past = PastHttp(*stage.engines)
         stack.push_async_callback(past.close)
         stage.entrants[FLOOR] = Entrant(past, FLOOR)
@@ -156,18 +150,31 @@ async def _kvloop(stack: AsyncExitStack, stage: Stage, tokenizer: Path, preset: 
         stage.entrants[KVLOOP] = Entrant(chat, GRPC_FLOOR, tuple(pids))
 
 
+async def http_engines(stack: AsyncExitStack, step_ms: float, folder: Path) -> tuple[str, str]:
+    """Start what stands for P and D of vLLM; return their endpoints. Raises PartFailed."""
+    engines = Part("http-engines", folder)
+    stack.push_async_callback(engines.stop, 2.0)
+    serve = [sys.executable, "-m", peers_engines.__name__, str(engines.ready_path), str(step_ms)]
+    await engines.spawn(Command(serve, part_environment({}, ())))
+    decode = await engines.wait_ready(_START_S)
+    return str(engines.facts["prefill"]), decode
+
+
 async def start_peer(
     stack: AsyncExitStack, name: str, place: Path, engines: Sequence[str], folder: Path
 ) -> tuple[Part, str]:
-    """Start a peer before P and D, each host:port; return it and its endpoint. Raises PartFailed."""
+    """Start a peer before P and D, each host:port; return it and its endpoint. Raises PartFailed.
+
+    place: the folder of its files; of vllm-router a program will do, too.
+    """
     port = free_port()
+    environment: dict[str, str] = {}
     if name == ROUTER_NAME:
-        arguments = _router_arguments(engines, port)
-        environment, path = {"PYTHONPATH": _before(place)}, "/health"
+        program, environment = _router_program(place)
+        arguments, path = [*program, *_router_arguments(engines, port)], "/health"
     else:
         script, path = _SCRIPTS[name]
         arguments = [sys.executable, str(place / script), *_proxy_arguments(engines, port)]
-        environment = {}
     part, endpoint = Part(name, folder), f"127.0.0.1:{port}"
     stack.push_async_callback(part.stop, 2.0)
     await part.spawn(Command(arguments, part_environment(environment, ())))
@@ -190,14 +197,17 @@ async def answers(part: Part, way: ThroughHttp, path: str, limit_s: float) -> No
         await asyncio.sleep(_POLL_S)
 
 
-def _before(place: Path) -> str:
-    """Return a search path with a peer's folder first."""
-    return os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")])])
+def _router_program(place: Path) -> tuple[list[str], dict[str, str]]:
+    """Return vllm-router's program, and what its environment needs."""
+    if not place.is_dir():
+        return [str(place)], {}
+    # Its folder first, then where this process finds kvloop.
+    paths = [str(place), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return [sys.executable, "-m", peers_router.__name__], {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _router_arguments(engines: Sequence[str], port: int) -> list[str]:
-    arguments = [sys.executable, "-m", peers_router.__name__, "--vllm-pd-disaggregation"]
-    arguments += ["--policy", "round_robin", "--kv-connector", "nixl"]
+    arguments = ["--vllm-pd-disaggregation", "--policy", "round_robin", "--kv-connector", "nixl"]
     arguments += ["--prefill", f"http://{engines[0]}", "--decode", f"http://{engines[1]}"]
     arguments += ["--host", "127.0.0.1", "--port", str(port)]
     return [*arguments, "--prometheus-port", str(free_port()), "--log-level", "warning"]
