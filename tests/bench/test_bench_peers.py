@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -21,7 +22,7 @@ from kvloop.bench.peers import FLOOR, Entrant, Field, cpu, figures, first_chunks
 from kvloop.bench.peers_fetch import FetchFailed, Release
 from kvloop.bench.peers_http import Line, PastHttp, ThroughHttp, reading
 from kvloop.bench.peers_picture import draw
-from kvloop.bench.peers_real import Leg, Real, RealPlan, events_of, identical, summarise
+from kvloop.bench.peers_real import Leg, Real, RealPlan, events_of, identical, summarise, ttft_lines
 from kvloop.bench.peers_serve import DONE, with_handles
 from kvloop.bench.router import Measured
 from kvloop.bench.router_traffic import Played, Talk, TurnLost, talk
@@ -240,6 +241,8 @@ async def test_a_leg_that_fails_has_a_reason_and_ends_nobody_else() -> None:
     assert record["kvloop"]["turns"]["3"]["prompt_tokens"] == 24
     assert record["proxy"]["times_kvloop"]["value"] == pytest.approx(1.0)
     assert record["kvloop"]["verdicts"] == {"READBACK": 6}
+    shown = ttft_lines({name: {"real": figures} for name, figures in record.items()} | {"none": {"real": {}}})
+    assert shown[1:] == ["kvloop: 100 ms", "proxy: 100 ms, 1.0 times ours"]
 
 
 async def test_answers_that_differ_are_told() -> None:
@@ -360,23 +363,28 @@ def test_a_picture_shows_what_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_kvloop_and_the_floor_are_measured_where_no_peer_can_be_had(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     program = [sys.executable, "-m", "kvloop.cli.main", "bench", "peers", "--no-real", "--offline"]
-    few = ["--rounds", "2", "--turns", "4", "--cache", str(tmp_path / "cache"), "--out", str(out)]
-    ended = subprocess.run([*program, *few], capture_output=True, text=True, timeout=110, check=False)
+    few = ["--rounds", "2", "--turns", "4", "--limit-s", "0", "--out", str(out)]
+    # An empty cache: no peers, and no tokenizer for a gateway.
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ended = subprocess.run(
+        [*program, *few], capture_output=True, text=True, timeout=230, check=False, env=environment
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     record = json.loads(out.read_text())
     peers = record["peers"]
     for name in ("floor", "floor-grpc", "kvloop-grpc"):
         assert peers[name]["samples"] > 0, name
         assert set(peers[name]["overhead"]) == {"500", "24000"}
+    assert peers["kvloop-grpc"]["overhead"]["500"]["cost"]["turns_per_cpu_s"] > 0
     for name in ("proxy", "toy-proxy", "vllm-router"):
         assert peers[name]["samples"] == 0
         assert "--offline" in peers[name]["reason"]
     assert "--no-real" in peers["proxy"]["reason"]
-    # Where vLLM and a tokenizer are there, the gateway is measured; elsewhere it has a reason.
-    assert bool(peers["kvloop"]["samples"]) != ("the gateway needs" in peers["kvloop"]["reason"])
+    assert (peers["kvloop"]["samples"], "the gateway needs" in peers["kvloop"]["reason"]) == (0, True)
     counts = record["engines"]["instant"]
     assert counts["prefill"]["refused"] == counts["decode"]["refused"] == 0
     assert counts["prefill"]["reads"] > 0

@@ -9,7 +9,7 @@ there on, with the reason.
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -245,6 +245,19 @@ def identical(turns: Sequence[RealTurn]) -> dict[str, int]:
             for these in places.values()
         ),
     }
+
+
+def ttft_lines(peers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the TTFT of the turns after the first, for people."""
+    rows = []
+    for name, peer in peers.items():
+        later = (peer.get("real") or {}).get("later_turns_ttft_ms")
+        if later:
+            times = [peer["real"][key]["value"] for key in peer["real"] if key.startswith("times_")]
+            rows.append(
+                f"{name}: {later['value']:,.0f} ms" + "".join(f", {one:.1f} times ours" for one in times)
+            )
+    return ["TTFT of later turns on real vLLM, median", *rows] if rows else []
 
 
 def as_records(turns: Sequence[RealTurn]) -> list[dict[str, Any]]:

@@ -71,10 +71,16 @@ def peers(
 
     from kvloop.bench.peers import lines
     from kvloop.bench.peers_picture import draw
-    from kvloop.bench.peers_real import RealPlan
+    from kvloop.bench.peers_real import RealPlan, ttft_lines
+    from kvloop.cli.bench.peers_vllm import LONGEST
     from kvloop.cli.supervisor.part import PartFailed
 
     played = RealPlan(conversations=conversations, turns=conversation_turns, limit_s=real_limit_s)
+    if real and played.longest > LONGEST:
+        raise CommandFailed(
+            f"--conversation-turns: the last of {conversation_turns} turns takes {played.longest:,} tokens,"
+            f" the engines {LONGEST:,}; lower it"
+        )
     plan = _Plan(rounds, turns, limit_s, cache, offline, played if real else None, prefix_caching_on_prefill)
     try:
         record = uvloop.run(_measure(plan))
@@ -82,7 +88,7 @@ def peers(
         raise CommandFailed(str(failure)) from None
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    for line in lines(record["peers"]):
+    for line in [*lines(record["peers"]), *ttft_lines(record["peers"])]:
         write_line(sys.stdout, line)
     written = [out, *draw(out.with_suffix(""), record)]
     write_line(sys.stdout, f"written to {', '.join(map(str, written))}")
@@ -166,7 +172,8 @@ async def _real(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path) ->
             turns = playing.turns
             record["reasons"] = stage.reasons | playing.lost
             record["proxy_log"] = stage.proxy_hits()
-    except PartFailed as failure:
+    except (PartFailed, OSError, ValueError) as failure:
+        # What was measured before is worth keeping.
         record["reasons"] = dict.fromkeys(peers_vllm.LEGS, str(failure))
     record["figures"] = peers_real.summarise(turns, KVLOOP)
     record["identical"] = peers_real.identical(turns)

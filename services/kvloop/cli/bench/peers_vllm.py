@@ -1,6 +1,5 @@
 """Real engines of `kvloop bench peers`: kvloop's own deployment, and `vllm serve` with a proxy before it."""
 
-import asyncio
 import importlib.util
 import json
 import sys
@@ -32,7 +31,8 @@ WHAT: Mapping[str, str] = {
     PREFILL_ALONE: "P of vllm serve computes the whole prompt and one token",
 }
 LEGS = (KVLOOP, KVLOOP_DIRECT, PROXY_NAME, FLOOR, PREFILL_ALONE)
-_ENGINE: Mapping[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": 640 * MIB}
+LONGEST = 4096
+_ENGINE: Mapping[str, Any] = {"max_model_len": LONGEST, "kv_cache_memory_bytes": 640 * MIB}
 """Of all four. The pool holds what a D keeps of every conversation; the rest is as this machine has it."""
 _START_S = 300.0
 # A busy machine must not decide what is measured.
@@ -145,13 +145,11 @@ async def _serve(
         await part.spawn(Command(arguments, part_environment(values, ())))
         parts.append(part)
         endpoints.append(f"127.0.0.1:{port}")
-    ways = [ThroughHttp(endpoint) for endpoint in endpoints]
-    try:
-        await asyncio.gather(
-            *(answers(part, way, "/health", _START_S) for part, way in zip(parts, ways, strict=True))
-        )
-    finally:
-        for way in ways:
+    for part, endpoint in zip(parts, endpoints, strict=True):
+        way = ThroughHttp(endpoint)
+        try:
+            await answers(part, way, "/health", _START_S)
+        finally:
             await way.close()
     return endpoints[0], endpoints[1]
 
