@@ -42,7 +42,7 @@ $(COMPAT)/.engine: $(VENV)/.engine requirements/vllm-compat.lock
 	@$(COMPAT)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/vllm-compat.lock
 	@touch $@
 
-.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas helm demo-cluster debian-node test-surface bench-gateway bench-scale
+.PHONY: help setup setup-fast model debian demo test test-fast test-cases test-compat test-connector test-store bench-leases bench-store bench-sweep test-ops docs lint format stubs lock clean bench-router chaos debian-go test-go stubs-go bench-replicas bench-peers helm demo-cluster debian-node test-surface bench-gateway bench-scale
 
 setup: $(VENV)/.engine ## Install everything, real vLLM on CPU included
 
@@ -128,6 +128,9 @@ bench-scale: setup-fast ## Up to 1,000 workers, 100,000 conversations, 4 routers
 
 bench-replicas: setup-fast debian ## Three routers behind HAProxy, one killed, the store restarted; writes out/replicas.json
 	@$(BIN)/kvloop bench replicas
+
+bench-peers: model ## vLLM's proxies and vllm-router beside kvloop, simulated and real engines; writes out/peers.json
+	@$(BIN)/kvloop bench peers
 
 bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, about 8 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \

@@ -39,7 +39,7 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._start_margin_s = float(transfer.get_from_extra_config("kvloop_start_margin_s", 2.0))
         if current_platform.device_type == "cpu":
-            _construct_on_cpu(super().__init__, vllm_config, engine_id, kv_cache_config)
+            construct_on_cpu(super().__init__, vllm_config, engine_id, kv_cache_config)
         else:
             super().__init__(vllm_config, engine_id, kv_cache_config)
 
@@ -145,7 +145,7 @@ class KvloopWorker(Reads):  # type: ignore[misc]
             return report
 
 
-def _construct_on_cpu(construct: Any, *args: Any) -> None:
+def construct_on_cpu(construct: Any, *args: Any) -> None:
     """Run vLLM's constructor without what makes NIXL take whole cores on a machine without a GPU.
 
     NIXL's progress thread spins on one core, and vLLM pins the worker's main thread to the last one.

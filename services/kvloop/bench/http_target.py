@@ -26,13 +26,18 @@ class HttpTarget:
         *,
         token: str | None = None,
         timeout_s: float = 600.0,
+        salted: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Prepare; transport replaces the network in tests."""
+        """Prepare. salted: whether requests' cache salts are sent, which vLLM alone knows.
+
+        transport replaces the network in tests.
+        """
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._url = url.rstrip("/")
         self._model = model
         self._encoder = encoder
+        self._salted = salted
         self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s, transport=transport)
 
     async def close(self) -> None:
@@ -70,6 +75,8 @@ class HttpTarget:
             latency_ms=latency_s * 1e3,
             input_num_tokens=int(answer.usage.get("prompt_tokens", len(request.prompt))),
             output_num_tokens=int(answer.usage.get("completion_tokens", len(ids))),
+            verdict=str(answer.told.get("verdict", "")).upper(),
+            reason=str(answer.told.get("reason", "")).upper(),
         )
 
     def _body(self, request: Request) -> dict[str, Any]:
@@ -84,6 +91,8 @@ class HttpTarget:
             "return_token_ids": True,
             "conversation_id": request.conversation_id,
         }
+        if self._salted:
+            body["cache_salt"] = request.cache_salt
         if request.stop:
             body["stop"] = list(request.stop)
         return body
@@ -97,6 +106,8 @@ class _Answer:
         self.ids: list[int] = []
         self.texts: list[str] = []
         self.usage: dict[str, Any] = {}
+        self.told: dict[str, Any] = {}
+        """What a gateway of ours says about the turn's reuse."""
         self.done = False
 
     def take(self, data: str, since_s: float) -> None:
@@ -108,6 +119,7 @@ class _Answer:
         if "error" in event:
             raise TargetFailed("the server ended a stream with an error")
         self.usage = event.get("usage") or self.usage
+        self.told = event.get("kvloop") or self.told
         for choice in event.get("choices") or ():
             text, ids = choice.get("text") or "", choice.get("token_ids") or ()
             if (text or ids) and self.ttft_s is None:

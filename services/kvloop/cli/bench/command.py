@@ -13,6 +13,7 @@ _PLACES = {
     "leases": ("kvloop.cli.bench.leases:make_command", "What leases cost, and are worth under pressure."),
     "router": ("kvloop.cli.bench.router:make_command", "What a router costs in time, CPU and memory."),
     "scale": ("kvloop.cli.bench.scale:make_command", "What many workers, conversations, routers cost."),
+    "peers": ("kvloop.cli.bench.peers:make_command", "vLLM's proxies and vllm-router beside kvloop."),
     "replicas": ("kvloop.cli.bench.replicas:make_command", "Routers behind HAProxy, killed and restarted."),
     "workload": ("kvloop.cli.bench.workload:make_command", "Write conversations as JSON."),
     "gateway": ("kvloop.cli.bench.gateway:make_command", "What the gateway adds to a turn."),

@@ -1,6 +1,5 @@
 """`kvloop bench router`: what a router costs, on simulated engines and a real store."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -46,7 +45,10 @@ def router(
     memory_limit_s: Annotated[float, typer.Option(min=5, help="Fewer turns when these take longer.")] = 200.0,
     vllm_router: Annotated[
         Path | None,
-        typer.Option(metavar="PROGRAM", help="A vllm-router to compare with. [default: on the PATH]"),
+        typer.Option(
+            metavar="PROGRAM",
+            help="A vllm-router to compare with. [default: on the PATH, or as `bench peers` has it]",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes.")] = Path(
         "out/router.json"
@@ -57,8 +59,7 @@ def router(
 
     from kvloop.bench.router import missed
 
-    found = str(vllm_router.absolute()) if vllm_router is not None else shutil.which("vllm-router")
-    plan = _Plan(pairs, turns, long_turns, memory_turns, memory_limit_s, found)
+    plan = _Plan(pairs, turns, long_turns, memory_turns, memory_limit_s, _found(vllm_router))
     record = uvloop.run(_measure(plan))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -78,7 +79,7 @@ class _Plan:
     long_turns: int
     memory_turns: int
     memory_limit_s: float
-    vllm_router: str | None
+    vllm_router: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,42 +133,37 @@ async def _pass_through(stand: _Stand, folder: Path) -> AsyncIterator[tuple[str,
 
 
 @asynccontextmanager
-async def _vllm_router(
-    program: str | None, folder: Path
-) -> AsyncIterator[dict[str, tuple["Way", "Process"]]]:
+async def _vllm_router(place: Path | None, folder: Path) -> AsyncIterator[dict[str, tuple["Way", "Process"]]]:
     """Yield vllm-router as a way of turns, over workers of its own kind; nothing where there is none."""
-    if program is None:
+    if place is None:
         yield {}
         return
-    from kvloop.bench import router_peer
+    from kvloop.bench.peers_http import ThroughHttp
     from kvloop.bench.router import Process
-    from kvloop.cli.supervisor.part import Command, Part
-    from kvloop.cli.supervisor.plan import part_environment
-    from kvloop.metastore.embedded import free_port
+    from kvloop.cli.bench.peers_parts import ROUTER_NAME, http_engines, start_peer
+    from kvloop.engine.simulated.cost import PRESETS
 
-    workers, peer = Part("http-workers", folder), Part("vllm-router", folder)
-    environment = part_environment({}, ())
-    serve = [sys.executable, "-m", router_peer.__name__, str(workers.ready_path)]
-    ports = free_port(), free_port()
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(workers.stop, 2.0)
-        await workers.spawn(Command(serve, environment))
-        decode = await workers.wait_ready(120)
-        arguments = [program, "--vllm-pd-disaggregation", "--policy", "round_robin"]
-        arguments += ["--prefill", f"http://{workers.facts['prefill']}", "--decode", f"http://{decode}"]
-        arguments += ["--kv-connector", "nixl", "--host", "127.0.0.1", "--port", str(ports[0])]
-        arguments += ["--prometheus-port", str(ports[1]), "--log-level", "warning"]
-        stack.push_async_callback(peer.stop, 2.0)
-        await peer.spawn(Command(arguments, environment))
-        way = router_peer.ThroughVllmRouter(f"http://127.0.0.1:{ports[0]}")
+        engines = await http_engines(stack, PRESETS["paced"].decode_base_s * 1000, folder)
+        peer, endpoint = await start_peer(stack, ROUTER_NAME, place, engines, folder)
+        way = ThroughHttp(endpoint)
         stack.push_async_callback(way.close)
-        async with asyncio.timeout(120):
-            while not await way.ready():
-                if not peer.running:
-                    raise peer.failure()
-                await asyncio.sleep(0.1)
         assert peer.pid is not None
-        yield {"vllm-router": (way, Process(peer.pid))}
+        yield {ROUTER_NAME: (way, Process(peer.pid))}
+
+
+def _found(program: Path | None) -> Path | None:
+    """Return a vllm-router: as named, on the PATH, or as `kvloop bench peers` has fetched it."""
+    from kvloop.bench import peers_fetch
+
+    if program is not None:
+        return program.absolute()
+    if installed := shutil.which("vllm-router"):
+        return Path(installed)
+    try:
+        return peers_fetch.get(peers_fetch.VLLM_ROUTER, offline=True)
+    except peers_fetch.FetchFailed:
+        return None
 
 
 async def _measure(plan: _Plan) -> dict[str, Any]:

@@ -1,0 +1,252 @@
+"""`kvloop bench peers`: kvloop beside vLLM's example proxies and vllm-router, in one run."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_line
+
+if TYPE_CHECKING:
+    from kvloop.bench.peers_real import RealPlan
+
+_STEP_MS = 20.0
+
+
+def make_command() -> Any:
+    """Return the command."""
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command("peers")(peers)
+    return typer.main.get_command(single)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    rounds: int
+    turns: int
+    limit_s: float
+    cache: Path | None
+    offline: bool
+    real: "RealPlan | None"
+    prefix_caching_on_prefill: bool
+
+
+@sentences
+def peers(
+    *,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each way for the first chunk.")] = 200,
+    turns: Annotated[int, typer.Option(min=1, help="Turns each way for CPU time.")] = 480,
+    limit_s: Annotated[float, typer.Option(min=0, help="Fewer of each when these take longer.")] = 45.0,
+    real: Annotated[bool, typer.Option("--real/--no-real", help="Whether to play on real vLLM too.")] = True,
+    conversations: Annotated[int, typer.Option(min=1, help="On real vLLM, of each leg.")] = 3,
+    conversation_turns: Annotated[int, typer.Option(min=2, help="Turns of each.")] = 6,
+    real_limit_s: Annotated[
+        float, typer.Option(min=0, help="No further conversation begins after so many seconds.")
+    ] = 150.0,
+    prefix_caching_on_prefill: Annotated[
+        bool, typer.Option("--prefix-caching-on-prefill", help="P with its own prefix cache, on both sides.")
+    ] = False,
+    cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where peers are kept. [default: in the user's cache]"),
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing.")] = False,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the record goes.")] = Path(
+        "out/peers.json"
+    ),
+) -> None:
+    """Measure kvloop, vLLM's example proxies and vllm-router in front of the same engines.
+
+    Peers are fetched once, pinned by version and hash, into the user's cache. What can't run is reported
+    with its reason.
+    """
+    import uvloop
+
+    from kvloop.bench.peers import lines
+    from kvloop.bench.peers_picture import draw
+    from kvloop.bench.peers_real import RealPlan, ttft_lines
+    from kvloop.cli.bench.peers_vllm import LONGEST
+    from kvloop.cli.supervisor.part import PartFailed
+
+    played = RealPlan(conversations=conversations, turns=conversation_turns, limit_s=real_limit_s)
+    if real and played.longest > LONGEST:
+        raise CommandFailed(
+            f"--conversation-turns: the last of {conversation_turns} turns takes {played.longest:,} tokens,"
+            f" the engines {LONGEST:,}; lower it"
+        )
+    plan = _Plan(rounds, turns, limit_s, cache, offline, played if real else None, prefix_caching_on_prefill)
+    try:
+        record = uvloop.run(_measure(plan))
+    except PartFailed as failure:
+        raise CommandFailed(str(failure)) from None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    for line in [*lines(record["peers"]), *ttft_lines(record["peers"])]:
+        write_line(sys.stdout, line)
+    written = [out, *draw(out.with_suffix(""), record)]
+    write_line(sys.stdout, f"written to {', '.join(map(str, written))}")
+    if not record["peers"]["kvloop-grpc"]["samples"]:
+        say("kvloop was not measured")
+        sys.exit(EXIT_FAILED)
+
+
+def places(cache: Path | None, *, offline: bool) -> dict[str, "Path | str"]:
+    """Return the folder of each peer's files, or why there is none."""
+    from kvloop.bench import peers_fetch
+    from kvloop.cli.bench.peers_parts import PROXY_NAME, ROUTER_NAME, TOY_NAME
+
+    found: dict[str, Path | str] = {}
+    wanted = {
+        peers_fetch.VLLM_PROXIES: (PROXY_NAME, TOY_NAME),
+        peers_fetch.VLLM_ROUTER: (ROUTER_NAME,),
+    }
+    for release, names in wanted.items():
+        place: Path | str
+        try:
+            place = peers_fetch.get(release, cache, offline=offline)
+        except peers_fetch.FetchFailed as failure:
+            place = str(failure)
+        found |= dict.fromkeys(names, place)
+    return found
+
+
+async def _measure(plan: _Plan) -> dict[str, Any]:
+    from kvloop.cli.bench import environment
+
+    say("peers: fetching what is not there yet")
+    found = places(plan.cache, offline=plan.offline)
+    begun, busy = time.monotonic(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="kvloop-bench-peers-") as folder:
+        overhead = await _overhead(plan, found, Path(folder))
+        played = await _real(plan, found, Path(folder) / "real")
+    return {
+        "peers": _peers(overhead, played),
+        "when": environment.now(),
+        "machine": environment.machine(),
+        "versions": environment.versions() | _versions(),
+        # Of the whole machine, before and after: what is beyond some two was not ours.
+        "load_average": [round(busy, 1), round(os.getloadavg()[0], 1)],
+        "wall_s": round(time.monotonic() - begun),
+        "settings": {
+            "rounds": plan.rounds,
+            "turns": plan.turns,
+            "step_ms": _STEP_MS,
+            "real": asdict(plan.real) if plan.real else None,
+            "prefix_caching_on_prefill": plan.prefix_caching_on_prefill,
+        },
+        "engines": overhead["engines"],
+        "identical": played["identical"],
+        "proxy_log": played["proxy_log"],
+        "samples": {**overhead["samples"], "real": played["turns"]},
+    }
+
+
+async def _real(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path) -> dict[str, Any]:
+    """Play conversations on real vLLM; what can't run has its reason."""
+    from kvloop.bench import peers_real
+    from kvloop.cli.bench import peers_vllm
+    from kvloop.cli.bench.peers_parts import KVLOOP, PROXY_NAME
+    from kvloop.cli.supervisor.part import PartFailed
+
+    record: dict[str, Any] = {"figures": {}, "reasons": {}, "identical": {}, "proxy_log": {}, "turns": []}
+    if lacks := "--no-real was given" if plan.real is None else peers_vllm.lacks():
+        record["reasons"] = dict.fromkeys(peers_vllm.LEGS, lacks)
+        return record
+    assert plan.real is not None
+    say("peers: starting real vLLM, four engines")
+    turns: list[peers_real.RealTurn] = []
+    try:
+        async with peers_vllm.real(
+            found[PROXY_NAME], folder, prefix_caching_on_prefill=plan.prefix_caching_on_prefill
+        ) as stage:
+            say(f"peers: conversations on real vLLM: {', '.join(stage.legs)}")
+            playing = peers_real.Real(plan.real, dict(stage.legs), stage.encoder)
+            await playing.play()
+            turns = playing.turns
+            record["reasons"] = stage.reasons | playing.lost
+            record["proxy_log"] = stage.proxy_hits()
+    except (PartFailed, OSError, ValueError) as failure:
+        # What was measured before is worth keeping.
+        record["reasons"] = dict.fromkeys(peers_vllm.LEGS, str(failure))
+    record["figures"] = peers_real.summarise(turns, KVLOOP)
+    record["identical"] = peers_real.identical(turns)
+    record["turns"] = peers_real.as_records(turns)
+    return record
+
+
+async def _overhead(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path) -> dict[str, Any]:
+    """Measure first chunks on engines that take no time, and CPU on engines with a token every 20 ms."""
+    from kvloop.bench import peers as measure
+    from kvloop.cli.bench.peers_parts import simulated
+    from kvloop.engine.settings import smollm2_dir
+
+    firsts: dict[tuple[int, int], dict[str, list[float]]] = {}
+    costs: dict[int, Any] = {}
+    reasons: dict[str, str] = {}
+    floors: dict[str, str] = {}
+    engines = {}
+    for stage_name, step_ms in (("instant", 0.0), ("paced", _STEP_MS)):
+        say(f"peers: starting, {stage_name} engines")
+        async with simulated(found, smollm2_dir(), step_ms=step_ms, folder=folder / stage_name) as stage:
+            floors |= {name: entrant.floor for name, entrant in stage.entrants.items()}
+            field = measure.Field(dict(stage.entrants))
+            for tokens in measure.LENGTHS:
+                if step_ms:
+                    say(f"peers: CPU, {tokens:,} ids")
+                    costs[tokens] = await measure.cpu(
+                        field, tokens, at_once=32, turns=plan.turns, rounds=4, limit_s=plan.limit_s
+                    )
+                    continue
+                for at_once in measure.AT_ONCE:
+                    say(f"peers: first chunk, {tokens:,} ids, {at_once} at once")
+                    firsts[tokens, at_once] = await measure.first_chunks(
+                        field, tokens, at_once, rounds=max(2, plan.rounds // at_once), limit_s=plan.limit_s
+                    )
+            engines[stage_name] = await stage.counts()
+            reasons |= stage.reasons | field.lost
+    return {
+        "figures": {name: measure.figures(name, floor, firsts, costs) for name, floor in floors.items()},
+        "reasons": reasons,
+        "engines": engines,
+        "samples": {
+            "first_chunk_ms": {f"{tokens}/{n}": samples for (tokens, n), samples in firsts.items()},
+            "cpu": {str(tokens): [one.as_dict() for one in found] for tokens, found in costs.items()},
+        },
+    }
+
+
+def _peers(overhead: Mapping[str, Any], played: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known of each: figures of both parts, or why there are none."""
+    from kvloop.bench.peers import samples_of
+    from kvloop.cli.bench import peers_parts, peers_vllm
+
+    record = {}
+    for name, what in {**peers_parts.WHAT, **peers_vllm.WHAT}.items():
+        figures, ttft = overhead["figures"].get(name, {}), played["figures"].get(name, {})
+        reasons = [overhead["reasons"].get(name, "")]
+        if name in played["reasons"]:
+            reasons.append(f"on real vLLM: {played['reasons'][name]}")
+        record[name] = {
+            "samples": samples_of(figures) + ttft.get("samples", 0),
+            "what": what,
+            "reason": "; ".join(filter(None, reasons)),
+            "overhead": figures,
+            "real": ttft,
+        }
+    return record
+
+
+def _versions() -> dict[str, str]:
+    from kvloop.bench.peers_fetch import VLLM_PROXIES, VLLM_ROUTER
+
+    return {
+        "vllm-router": VLLM_ROUTER.version,
+        "vLLM's example proxies": VLLM_PROXIES.version,
+    }

@@ -1,0 +1,391 @@
+"""What peers' measurements mean, the pieces that they are made of, and a small run as a process."""
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_fakes import FakeTarget
+
+from kvloop.bench import peers_engines, peers_fetch
+from kvloop.bench.peers import FLOOR, Entrant, Field, cpu, figures, first_chunks, lines, samples_of
+from kvloop.bench.peers_fetch import FetchFailed, Release
+from kvloop.bench.peers_http import Line, PastHttp, ThroughHttp, reading
+from kvloop.bench.peers_picture import draw
+from kvloop.bench.peers_real import Leg, Real, RealPlan, events_of, identical, summarise, ttft_lines
+from kvloop.bench.peers_serve import DONE, with_handles
+from kvloop.bench.router import Measured
+from kvloop.bench.router_traffic import Played, Talk, TurnLost, talk
+from kvloop.bench.workload.words import WordEncoder
+
+# -- engines and clients ---------------------------------------------------------------------------------
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def served(handler: Handler) -> AsyncIterator[str]:
+    """Serve connections; when the context ends, so have they."""
+    running: set[asyncio.Task[Any]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        running.add(task)
+        await handler(reader, writer)
+        writer.close()
+        await writer.wait_closed()
+
+    door = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield f"127.0.0.1:{door.sockets[0].getsockname()[1]}"
+    door.close()
+    if running:
+        await asyncio.wait(running, timeout=30)
+
+
+class Engines:
+    """P and D on ports of their own."""
+
+    def __init__(self, servers: list[peers_engines.Server], endpoints: list[str]) -> None:
+        self.prefill, self.decode = servers
+        self.endpoints = endpoints
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[Engines]:
+    pace = peers_engines.Pace(0.0)
+    servers = [peers_engines.Server(role, pace) for role in ("prefill", "decode")]
+    async with served(servers[0].serve) as prefill, served(servers[1].serve) as decode:
+        yield Engines(servers, [prefill, decode])
+
+
+async def test_the_floor_hands_handles_on_and_reads_back(engines: Engines) -> None:
+    way = PastHttp(*engines.endpoints)
+    mine = talk(100, 4, 1000)
+    for _ in range(3):
+        played = await way.play(mine)
+        assert played.chunks == 4
+        assert played.first_ms > 0
+    await way.close()
+    # The first turn has nothing to read.
+    assert engines.prefill.counts == {"turns": 3, "reads": 2, "refused": 0}
+    assert engines.decode.counts == {"turns": 3, "reads": 3, "refused": 0}
+
+
+async def test_a_turn_that_skips_p_is_refused(engines: Engines) -> None:
+    way = ThroughHttp(engines.endpoints[1])
+    with pytest.raises(TurnLost, match="answered 400"):
+        await way.play(talk(10, 2, 1000))
+    await way.close()
+    assert engines.decode.counts["refused"] == 1
+
+
+def test_only_the_other_engines_handles_are_taken() -> None:
+    of_p, of_d = peers_engines.handle("prefill", 65), peers_engines.handle("decode", 65)
+    assert of_p["remote_block_ids"] == [[0, 1, 2]]
+    assert peers_engines.read_of("decode", {"kv_transfer_params": of_p})
+    assert peers_engines.read_of("prefill", {"kv_transfer_params": reading(of_d)})
+    assert not peers_engines.read_of("prefill", {"kv_transfer_params": reading(None)})
+    for role, given in (("decode", of_d), ("decode", {}), ("prefill", of_p), ("prefill", None)):
+        with pytest.raises(peers_engines.Refused):
+            peers_engines.read_of(role, {"kv_transfer_params": given})
+    with pytest.raises(peers_engines.Refused):
+        peers_engines.read_of("prefill", {"kv_transfer_params": reading(of_p)})
+
+
+async def test_a_connection_that_was_closed_meanwhile_is_made_anew() -> None:
+    asked = 0
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        # The next request is begun to be read, and not answered.
+        await reader.read(1)
+
+    async with served(once) as endpoint:
+        line = Line(endpoint)
+        for _ in range(3):
+            assert (await line.ask("GET", "/")).content == b"ok"
+        await line.close()
+    assert asked == 3
+
+
+async def test_a_stream_that_ends_early_is_a_lost_turn() -> None:
+    async def short(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        event = peers_engines.chunk("word ")
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
+        await reader.read()
+
+    async with served(short) as endpoint:
+        way = ThroughHttp(endpoint)
+        with pytest.raises(TurnLost, match="ended early"):
+            await way.play(talk(10, 2, 1000))
+        await way.close()
+
+
+# -- measuring -------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """A way whose turns take no time and cost what they are said to; one of them may be its last."""
+
+    def __init__(self, first_ms: float, last: int = 1 << 30) -> None:
+        self.first_ms = first_ms
+        self.last = last
+        self.turns = 0
+
+    async def play(self, talk: Talk) -> Played:
+        await asyncio.sleep(0)
+        self.turns += 1
+        if self.turns > self.last:
+            raise TurnLost("gone")
+        return Played(self.first_ms, talk.output_tokens)
+
+    async def close(self) -> None:
+        return None
+
+
+class Charged(Entrant):
+    """An entrant whose process charges a millisecond per turn."""
+
+    def cpu_s(self) -> float:
+        assert isinstance(self.way, Fake)
+        return self.way.turns / 1000
+
+
+async def test_who_fails_is_left_out_and_the_others_go_on() -> None:
+    entrants = {"floor": Entrant(Fake(1.0), FLOOR), "good": Entrant(Fake(3.0), FLOOR)}
+    field = Field({**entrants, "bad": Entrant(Fake(2.0, last=50), FLOOR)})
+    samples = await first_chunks(field, 10, 2, rounds=100, limit_s=60)
+    assert (len(samples["floor"]), len(samples["good"])) == (200, 200)
+    assert 0 < len(samples["bad"]) < 200
+    assert field.lost == {"bad": "TurnLost: gone"}
+    assert "bad" not in field.entrants
+
+
+async def test_costs_are_those_of_processes_and_a_failure_costs_nobody_else() -> None:
+    field = Field(
+        {
+            "floor": Entrant(Fake(1.0), FLOOR),
+            "good": Charged(Fake(1.0), FLOOR, (1,)),
+            "bad": Charged(Fake(1.0, last=10), FLOOR, (2,)),
+        }
+    )
+    measured = await cpu(field, 10, at_once=4, turns=40, rounds=4, limit_s=60)
+    assert {one.way for one in measured if one.way != "bad"} == {"good"}
+    assert sum(one.turns for one in measured if one.way == "good") == 40
+    assert list(field.lost) == ["bad"]
+    record = figures("good", FLOOR, {}, {10: measured})
+    assert record["10"]["cost"]["turns_per_cpu_s"] == pytest.approx(1000)
+
+
+def test_figures_are_over_the_floor_at_percentiles() -> None:
+    firsts = {(500, 1): {"floor": [1.0, 2.0, 3.0], "proxy": [2.0, 4.0, 9.0], "gone": []}}
+    costs = {500: [Measured("proxy", 10, 320, 0.5, 1.0), Measured("proxy", 10, 320, 0.5, 1.0)]}
+    record = figures("proxy", "floor", firsts, costs)
+    cell = record["500"]["at_once_1"]
+    assert cell["first_chunk_ms"] == {"p50": 4.0, "p99": 9.0}
+    assert cell["added_ms"] == {"p50": 2.0, "p99": 6.0}
+    assert record["500"]["cost"]["turns_per_cpu_s"] == 20.0
+    assert record["500"]["cost"]["chunks_per_turn"] == 32.0
+    assert samples_of(record) == 23
+    assert "added_ms" not in figures("floor", "floor", firsts, costs)["500"]["at_once_1"]
+    assert figures("gone", "floor", firsts, costs) == {}
+
+
+# -- real engines ----------------------------------------------------------------------------------------
+
+
+async def play(legs: dict[str, Leg], plan: RealPlan) -> Real:
+    real = Real(plan, legs, WordEncoder(32_000))
+    await real.play()
+    return real
+
+
+async def test_legs_play_the_same_turns_and_a_shadow_what_the_first_was_sent() -> None:
+    one, two, alone = FakeTarget(), FakeTarget(), FakeTarget()
+    legs = {"kvloop": Leg(one.send), "proxy": Leg(two.send), "alone": Leg(alone.send, shadow=True)}
+    real = await play(legs, RealPlan(conversations=2, turns=3, opening=8, input=4, output=2))
+    assert [len(target.asked) for target in (one, two, alone)] == [8, 8, 8]
+    for first, second, shadow in zip(one.asked, two.asked, alone.asked, strict=True):
+        assert first.prompt == second.prompt == shadow.prompt
+        assert len({first.cache_salt, second.cache_salt, shadow.cache_salt}) == 3
+    assert [len(request.prompt) for request in one.asked[2:5]] == [12, 18, 24]
+    # A conversation keeps its name and salt; a shadow meets nothing of an earlier turn.
+    assert len({request.cache_salt for request in one.asked[2:5]}) == 1
+    assert len({request.cache_salt for request in alone.asked[2:5]}) == 3
+    assert identical(real.turns) == {"turns": 6, "same_prompt": 6, "same_answer": 6}
+
+
+async def test_a_leg_that_fails_has_a_reason_and_ends_nobody_else() -> None:
+    legs = {"kvloop": Leg(FakeTarget().send), "proxy": Leg(FakeTarget(fails_at=5).send)}
+    real = await play(legs, RealPlan(conversations=2, turns=3, opening=8, input=4, output=2))
+    assert real.lost == {"proxy": "turn 3: TargetFailed: no answer"}
+    record = summarise(real.turns, "kvloop")
+    assert (record["kvloop"]["samples"], record["proxy"]["samples"]) == (6, 2)
+    assert record["kvloop"]["turns"]["3"]["prompt_tokens"] == 24
+    assert record["proxy"]["times_kvloop"]["value"] == pytest.approx(1.0)
+    assert record["kvloop"]["verdicts"] == {"READBACK": 6}
+    shown = ttft_lines({name: {"real": figures} for name, figures in record.items()} | {"none": {"real": {}}})
+    assert shown[1:] == ["kvloop: 100 ms", "proxy: 100 ms, 1.0 times ours"]
+
+
+async def test_answers_that_differ_are_told() -> None:
+    class Other(FakeTarget):
+        async def send(self, request: Any) -> Any:
+            outcome = await super().send(request)
+            outcome.token_ids[0] += 1
+            return outcome
+
+    legs = {"kvloop": Leg(FakeTarget().send), "proxy": Leg(Other().send)}
+    real = await play(legs, RealPlan(conversations=1, turns=2, opening=8, input=4, output=2))
+    assert identical(real.turns) == {"turns": 2, "same_prompt": 1, "same_answer": 0}
+
+
+def test_an_error_in_a_stream_is_a_lost_turn() -> None:
+    assert events_of(b'data: {"choices": []}\n\ndata: [DONE]\n\n') == [{"choices": []}]
+    with pytest.raises(TurnLost):
+        events_of(b'data: {"error": {"message": "no"}}\n\n')
+
+
+class Output:
+    def __init__(self, handle: dict[str, Any] | None) -> None:
+        self.kv_transfer_params = handle
+
+
+async def test_streams_tell_the_handle_before_their_end() -> None:
+    class Serving:
+        async def stream(
+            self, request: str, result_generator: AsyncIterator[Any], name: str
+        ) -> AsyncIterator[str]:
+            async for _ in result_generator:
+                yield f"data: {request}{name}\n\n"
+            yield DONE
+
+    async def outputs(*handles: dict[str, Any] | None) -> AsyncIterator[Any]:
+        for handle in handles:
+            yield 0, Output(handle)
+
+    told = with_handles(Serving.stream)
+    events = [event async for event in told(Serving(), "a", outputs(None, {"remote_port": 7}), name="b")]
+    assert events[:2] == ["data: ab\n\n"] * 2
+    assert json.loads(events[2].removeprefix("data: ")) == {
+        "choices": [],
+        "kv_transfer_params": {"remote_port": 7},
+    }
+    assert events[3:] == [DONE]
+    assert [event async for event in told(Serving(), "a", outputs(None), "b")] == ["data: ab\n\n", DONE]
+
+
+# -- fetching --------------------------------------------------------------------------------------------
+
+
+def sdist(folder: Path) -> Release:
+    archive = folder / "thing-1.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as made:
+        for name in ("thing-1.0/a/one.py", "thing-1.0/two.py", "thing-1.0/three.py"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(name)
+            made.addfile(entry, io.BytesIO(name.encode()))
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    return Release("thing", "1.0", archive.name, found, ("a/one.py", "two.py"))
+
+
+def test_what_is_wanted_of_an_archive_is_unpacked(tmp_path: Path) -> None:
+    release = sdist(tmp_path)
+    peers_fetch.unpack(release, tmp_path / release.file_name, tmp_path / "kept")
+    assert sorted(file.name for file in (tmp_path / "kept").iterdir()) == ["one.py", "two.py"]
+    lacking = Release("thing", "1.0", release.file_name, release.sha256, ("four.py",))
+    with pytest.raises(FetchFailed, match=r"has no thing-1\.0/four\.py"):
+        peers_fetch.unpack(lacking, tmp_path / release.file_name, tmp_path / "other")
+
+
+def test_a_release_is_fetched_once_and_only_with_the_right_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "thing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as wheel:
+        wheel.writestr("thing/__init__.py", "")
+    asked: list[str] = []
+
+    def download(release: Release, folder: Path, until: float) -> Path:
+        asked.append(release.version)
+        return made
+
+    monkeypatch.setattr(peers_fetch, "_download", download)
+    cache = tmp_path / "cache"
+    wrong = Release("thing", "1.0", made.name, "0" * 64)
+    with pytest.raises(FetchFailed, match="has SHA-256"):
+        peers_fetch.get(wrong, cache)
+    assert list(cache.iterdir()) == []
+    right = Release("thing", "1.0", made.name, hashlib.sha256(made.read_bytes()).hexdigest())
+    with pytest.raises(FetchFailed, match="--offline"):
+        peers_fetch.get(right, cache, offline=True)
+    for _ in range(2):
+        assert (peers_fetch.get(right, cache) / "thing" / "__init__.py").is_file()
+    assert asked == ["1.0", "1.0"]
+
+
+# -- as a process ----------------------------------------------------------------------------------------
+
+
+def record_of(**peers: dict[str, Any]) -> dict[str, Any]:
+    return {"machine": "a machine", "when": "now", "peers": peers}
+
+
+def test_a_picture_shows_what_there_is(tmp_path: Path) -> None:
+    firsts = {(tokens, n): {"floor": [1.0], "proxy": [3.0]} for tokens in (500, 24_000) for n in (1, 8)}
+    costs = {500: [Measured("proxy", 10, 320, 0.5, 1.0)]}
+    turns = {"1": {"prompt_tokens": 500, "ttft_ms": {"value": 10.0}}}
+    empty = {"overhead": {}, "real": {}, "reason": "no wheel"}
+    proxy = {"overhead": figures("proxy", "floor", firsts, costs), "real": {"turns": turns}, "reason": ""}
+    files = draw(tmp_path / "peers", record_of(proxy=proxy, other=empty))
+    assert [file.name for file in files] == ["peers.png", "peers.svg"]
+    assert all(file.stat().st_size > 1000 for file in files)
+    shown = lines(record_of(proxy=proxy, other=empty)["peers"])
+    assert "+2.00 / +2.00" in shown[1]
+    assert shown[2].endswith("no wheel")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_kvloop_and_the_floor_are_measured_where_no_peer_can_be_had(tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    program = [sys.executable, "-m", "kvloop.cli.main", "bench", "peers", "--no-real", "--offline"]
+    few = ["--rounds", "2", "--turns", "4", "--limit-s", "0", "--out", str(out)]
+    # An empty cache: no peers, and no tokenizer for a gateway.
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ended = subprocess.run(
+        [*program, *few], capture_output=True, text=True, timeout=230, check=False, env=environment
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    record = json.loads(out.read_text())
+    peers = record["peers"]
+    for name in ("floor", "floor-grpc", "kvloop-grpc"):
+        assert peers[name]["samples"] > 0, name
+        assert set(peers[name]["overhead"]) == {"500", "24000"}
+    assert peers["kvloop-grpc"]["overhead"]["500"]["cost"]["turns_per_cpu_s"] > 0
+    for name in ("proxy", "toy-proxy", "vllm-router"):
+        assert peers[name]["samples"] == 0
+        assert "--offline" in peers[name]["reason"]
+    assert "--no-real" in peers["proxy"]["reason"]
+    assert (peers["kvloop"]["samples"], "the gateway needs" in peers["kvloop"]["reason"]) == (0, True)
+    counts = record["engines"]["instant"]
+    assert counts["prefill"]["refused"] == counts["decode"]["refused"] == 0
+    assert counts["prefill"]["reads"] > 0
+    assert (tmp_path / "peers.png").is_file()
