@@ -220,6 +220,7 @@ def sampling(**fields: Any) -> dict[str, Any]:
     return {"sampling": sampling_pb2.SamplingParams(**fields)}
 
 
+TOLD = sampling(structured_outputs=sampling_pb2.StructuredOutputs(regex="a", reasoning_ended=True))
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("no messages", {"messages": []}, "messages"),
     ("no role", {"messages": [pb.ChatMessage(content="x")]}, "messages[0].role"),
@@ -229,6 +230,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("no schema", {"tools": [pb.Tool(name="f", parameters_json="{")]}, "tools[0].parameters_json"),
     ("a tool nobody offers", {"tools": [WEATHER], "tool_choice": pb.ToolChoice(name="g")}, "tool_choice"),
     ("too hot", sampling(temperature=9), "sampling.temperature"),
+    ("reasoning told", TOLD, "sampling.structured_outputs"),
     ("a prompt's logprobs", sampling(prompt_logprobs=1), "sampling.prompt_logprobs"),
     ("no text", sampling(detokenize=False), "sampling.detokenize"),
     ("an effort of nonsense", {"reasoning_effort": "some"}, "reasoning_effort"),
