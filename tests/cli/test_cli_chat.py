@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,28 @@ async def test_leases_shows_what_is_held(chat: Start, kvloop: Start, place: Plac
     assert lease["lease"][:8] in table.text()
     session.process.stdin.close()
     assert session.wait() == 0
+
+
+async def test_what_is_held_is_held_while_the_person_thinks(
+    chat: Start, kvloop: Start, tmp_path: Path
+) -> None:
+    plan = FleetPlan(workers={"engine": "simulated", "decoder_kv_blocks_ttl": 5.5})
+    async with Fleet(plan, tmp_path / "parts") as fleet:
+        session = chat(fleet.endpoint("router-0"), "--max-tokens", "6")
+        session.process.stdin.write("a message that leaves a lease behind\n")
+        session.process.stdin.flush()
+        session.wait_for("computed")
+        begun = time.monotonic()
+        # More than its own time: what ends with it is gone by then.
+        while time.monotonic() < begun + 11.5:
+            listed = kvloop("leases", "--json", "--decode", fleet.endpoint("decode-0"))
+            assert listed.wait() == 0
+            assert [one["state"] for one in json.loads(listed.text())["leases"]] == ["LIVE"]
+        session.process.stdin.close()
+        assert session.wait() == 0
+        listed = kvloop("leases", "--json", "--decode", fleet.endpoint("decode-0"))
+        assert listed.wait() == 0
+        assert json.loads(listed.text())["leases"] == []
 
 
 async def test_ctrl_c_ends_the_answer_and_not_the_chat(chat: Start, place: Place) -> None:

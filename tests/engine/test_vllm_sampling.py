@@ -1,6 +1,7 @@
 """Sampling parameters between the proto and vLLM. Imports vLLM, runs no engine."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,3 +229,44 @@ def test_depth_is_counted_outside_strings() -> None:
     )
     quoted = json.dumps({"const": "[" * 1000 + '\\"' + "{" * 1000})
     assert grammar.to_vllm(sampling_pb2.StructuredOutputs(json_schema=quoted)).json == quoted
+
+
+class Marked:
+    """A tokenizer that knows the marks of reasoning."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"<think>": 1, "</think>": 2}
+
+
+def reasoning_config(name: str) -> Any:
+    return SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser=name))
+
+
+def constrained(**fields: Any) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(structured_outputs=sampling_pb2.StructuredOutputs(regex="a", **fields))
+
+
+def test_reasoning_is_told_where_the_core_asks() -> None:
+    told = constrained(reasoning_ended=False, chat_template_kwargs_json='{"enable_thinking": true}')
+    assert grammar.reasoning(told, reasoning_config("qwen3"), Marked()) == {
+        "reasoning_ended": False,
+        "reasoning_parser_kwargs": {"chat_template_kwargs": {"enable_thinking": True}},
+    }
+    assert grammar.reasoning(told, reasoning_config(""), Marked()) == {}
+    assert grammar.reasoning(constrained(), reasoning_config("qwen3"), Marked()) == {}
+    plain = sampling_pb2.SamplingParams(temperature=0)
+    assert grammar.reasoning(plain, reasoning_config("qwen3"), Marked()) == {}
+
+
+def test_what_a_reasoning_parser_refuses_never_reaches_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(_name: str) -> Any:
+        def make(_tokenizer: Any, **_kwargs: Any) -> Any:
+            raise RuntimeError("no such mode")
+
+        return make
+
+    monkeypatch.setattr(grammar, "_reasoning_parser", refusing)
+    told = constrained(chat_template_kwargs_json='{"mode": 7}')
+    with pytest.raises(Failure) as caught:
+        grammar.reasoning(told, reasoning_config("qwen3"), Marked())
+    assert caught.value.field == "sampling.structured_outputs.chat_template_kwargs_json"

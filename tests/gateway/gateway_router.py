@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -31,6 +32,18 @@ class Turn:
     cancelled: bool = False
 
 
+@dataclass
+class Session:
+    """One session as the router saw it."""
+
+    opening: router_service_pb2.SessionOpen
+    metadata: dict[str, str]
+    closed: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    events: "SimpleQueue[Any]" = field(default_factory=SimpleQueue)
+    """The client's requests; None at their end. A Failure put here ends the session with it."""
+
+
 class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
     """Each turn takes the next script; without one it says the default text."""
 
@@ -38,6 +51,10 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.tokenizer = tokenizer
         self.turns: list[Turn] = []
         self.scripts: list[Script] = []
+        self.sessions: list[Session] = []
+        self.refusals: list[Failure] = []
+        """What sessions that are opened next fail with."""
+        self.let_go: list[router_service_pb2.EndConversationRequest] = []
         self._lock = threading.Lock()
         self.health = health.HealthServicer()
         self._server = grpc.server(ThreadPoolExecutor(max_workers=32))
@@ -57,6 +74,9 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
     def reset(self) -> None:
         self.turns.clear()
         self.scripts.clear()
+        self.sessions.clear()
+        self.refusals.clear()
+        self.let_go.clear()
         self.set_ready(True)
 
     def Generate(self, request: Request, context: grpc.ServicerContext) -> Iterator[Response]:  # noqa: N802
@@ -82,6 +102,46 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
             finished = True
             context.abort_with_status(rpc_status.to_status(to_status(failure)))
         finished = True
+
+    def Session(  # noqa: N802
+        self, requests: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[router_service_pb2.SessionResponse]:
+        metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        session = Session(next(requests).open, metadata)
+        if self.refusals:
+            context.abort_with_status(rpc_status.to_status(to_status(self.refusals.pop(0))))
+        with self._lock:
+            self.sessions.append(session)
+
+        def read() -> None:
+            try:
+                for request in requests:
+                    session.events.put(request)
+            except grpc.RpcError:
+                pass
+            session.events.put(None)
+
+        def ended() -> None:
+            session.ended.set()
+            session.events.put(None)
+
+        context.add_callback(ended)
+        threading.Thread(target=read, daemon=True).start()
+        opened = router_service_pb2.SessionOpened()
+        opened.alive_time.FromSeconds(30)
+        yield router_service_pb2.SessionResponse(opened=opened)
+        event = session.events.get()
+        if isinstance(event, Failure):
+            context.abort_with_status(rpc_status.to_status(to_status(event)))
+        if event is not None:
+            session.closed = event.HasField("close")
+            yield router_service_pb2.SessionResponse(closed=router_service_pb2.SessionClosed(released=True))
+
+    def EndConversation(  # noqa: N802
+        self, request: router_service_pb2.EndConversationRequest, context: grpc.ServicerContext
+    ) -> router_service_pb2.EndConversationResponse:
+        self.let_go.append(request)
+        return router_service_pb2.EndConversationResponse(released=True)
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)

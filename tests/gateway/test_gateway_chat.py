@@ -220,6 +220,7 @@ def sampling(**fields: Any) -> dict[str, Any]:
     return {"sampling": sampling_pb2.SamplingParams(**fields)}
 
 
+TOLD = sampling(structured_outputs=sampling_pb2.StructuredOutputs(regex="a", reasoning_ended=True))
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("no messages", {"messages": []}, "messages"),
     ("no role", {"messages": [pb.ChatMessage(content="x")]}, "messages[0].role"),
@@ -229,6 +230,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("no schema", {"tools": [pb.Tool(name="f", parameters_json="{")]}, "tools[0].parameters_json"),
     ("a tool nobody offers", {"tools": [WEATHER], "tool_choice": pb.ToolChoice(name="g")}, "tool_choice"),
     ("too hot", sampling(temperature=9), "sampling.temperature"),
+    ("reasoning told", TOLD, "sampling.structured_outputs"),
     ("a prompt's logprobs", sampling(prompt_logprobs=1), "sampling.prompt_logprobs"),
     ("no text", sampling(detokenize=False), "sampling.detokenize"),
     ("an effort of nonsense", {"reasoning_effort": "some"}, "reasoning_effort"),
@@ -325,3 +327,49 @@ def test_health_and_reflection(gateway: Gateway) -> None:
         health = health_pb2_grpc.HealthStub(channel)
         asked = health_pb2.HealthCheckRequest(service="kvloop.v1alpha1.ChatService")
         assert health.Check(asked, timeout=TIMEOUT_S).status == health_pb2.HealthCheckResponse.SERVING
+
+
+def session_of(
+    stub: chat_service_pb2_grpc.ChatServiceStub, *said: pb.ChatServiceSessionRequest, **call: Any
+) -> list[pb.ChatServiceSessionResponse]:
+    return list(stub.Session(iter(said), timeout=TIMEOUT_S, **call))
+
+
+def opening(**fields: Any) -> pb.ChatServiceSessionRequest:
+    return pb.ChatServiceSessionRequest(open=pb.ChatSessionOpen(**fields))
+
+
+CLOSE = pb.ChatServiceSessionRequest(close=router_service_pb2.SessionClose())
+
+
+def test_a_session(stub: chat_service_pb2_grpc.ChatServiceStub, router: FakeRouter) -> None:
+    metadata = (("authorization", "Bearer key-1"), ("x-session-id", "s-1"))
+    answers = session_of(stub, opening(model="poet", cache_salt="pepper"), CLOSE, metadata=metadata)
+    assert [answer.WhichOneof("event") for answer in answers] == ["opened", "closed"]
+    assert answers[1].closed.released
+    (session,) = router.sessions
+    asked = session.opening
+    assert (asked.conversation_id, asked.model, asked.adapter) == ("s-1", "smollm2", "poet")
+    assert asked.cache_salt == "pepper"
+    assert session.metadata["authorization"] == "Bearer key-1"
+    assert session.closed
+
+
+def test_bad_sessions(stub: chat_service_pb2_grpc.ChatServiceStub, router: FakeRouter) -> None:
+    cases = [
+        (opening(conversation_id="c", model="other"), Reason.ERROR_REASON_MODEL_NOT_FOUND, "model"),
+        (opening(conversation_id="x" * 300), Reason.ERROR_REASON_INVALID_FIELD, "conversation_id"),
+        (opening(), Reason.ERROR_REASON_INVALID_FIELD, "conversation_id"),
+        (
+            opening(conversation_id="c", cache_salt="x" * 300),
+            Reason.ERROR_REASON_INVALID_FIELD,
+            "cache_salt",
+        ),
+        (CLOSE, Reason.ERROR_REASON_INVALID_FIELD, "open"),
+    ]
+    for said, reason, field in cases:
+        with pytest.raises(grpc.RpcError) as caught:
+            session_of(stub, said)
+        failure = from_rpc_error(caught.value, Reason.ERROR_REASON_UNSPECIFIED)
+        assert (failure.reason, failure.field) == (reason, field)
+    assert not router.sessions

@@ -67,6 +67,8 @@ def test_names_that_are_no_names_are_refused(value: object) -> None:
         ({"vllm_xargs": {"nested": [{"remote_host": "x"}]}}, "vllm_xargs"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": "x"}, {"id": "x"}]}, "input"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"cache_salt": 5}, "cache_salt"),
@@ -80,6 +82,7 @@ def test_what_would_steer_is_refused(body: dict[str, object], field: str) -> Non
 
 
 def test_what_is_absent_or_null_passes() -> None:
+    admission.check_body({"input": [{"role": "user", "content": "x"}, {"type": "reasoning"}]})
     admission.check_body({"kv_transfer_params": None, "previous_response_id": None, "background": False})
     admission.check_body({"vllm_xargs": {"session_id": "s", "top_n": 3}, "cache_salt": "x" * 256})
 

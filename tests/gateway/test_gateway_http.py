@@ -116,6 +116,12 @@ BAD: list[tuple[str, str, Any, int]] = [
     ("no input", RESPONSES, {"model": "smollm2"}, 400),
     ("input of another kind", RESPONSES, {"model": "smollm2", "input": 5}, 400),
     ("a stored response", RESPONSES, {"model": "smollm2", "input": "x", "previous_response_id": "r"}, 400),
+    (
+        "an item stored elsewhere",
+        RESPONSES,
+        {"model": "smollm2", "input": [{"type": "item_reference", "id": "x"}]},
+        400,
+    ),
     ("in the background", RESPONSES, {"model": "smollm2", "input": "x", "background": True}, 400),
     ("a long input", RESPONSES, {"model": "smollm2", "input": LONG}, 400),
     ("no limit", MESSAGES, {"model": "smollm2", "messages": HI}, 400),

@@ -45,6 +45,7 @@ def sampling(**fields: object) -> sampling_pb2.SamplingParams:
         {"structured_outputs": {"json_object": True}},
         {"structured_outputs": {"choice": {"values": ["a"]}}},
         {"structured_outputs": {"regex": "a+"}},
+        {"structured_outputs": {"regex": "a+", "chat_template_kwargs_json": '{"a": [1]}'}},
         {"repetition_detection": {"max_pattern_size": 4, "min_count": 2}},
         {"repetition_detection": {}},
     ],
@@ -85,6 +86,14 @@ def test_sampling_that_passes(fields: dict[str, object]) -> None:
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: NAN}}, "logit_bias"),
         ({"structured_outputs": {}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a", "chat_template_kwargs_json": "[]"}},
+            "structured_outputs.chat_template_kwargs_json",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "chat_template_kwargs_json": " " * 65_537}},
+            "structured_outputs.chat_template_kwargs_json",
+        ),
         ({"structured_outputs": {"json_schema": "{"}}, "structured_outputs.json_schema"),
         ({"structured_outputs": {"json_schema": "[" * 99_999}}, "structured_outputs.json_schema"),
         ({"structured_outputs": {"json_schema": "3"}}, "structured_outputs.json_schema"),

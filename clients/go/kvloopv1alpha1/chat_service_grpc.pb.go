@@ -19,6 +19,12 @@ const _ = grpc.SupportPackageIsVersion7
 type ChatServiceClient interface {
 	// Chat serves one turn. A deadline is required. Failures are statuses with one ErrorInfo.
 	Chat(ctx context.Context, in *ChatRequest, opts ...grpc.CallOption) (ChatService_ChatClient, error)
+	// Session holds what is kept of a conversation while its agent is there, as RouterService's does: the gateway holds
+	// one open at a router, at another one when that goes away. Turns go through Chat, on any gateway.
+	//
+	// The client sends Open, and Close at the end, which lets go at once. A stream that ends in any other way lets go of
+	// nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+	Session(ctx context.Context, opts ...grpc.CallOption) (ChatService_SessionClient, error)
 }
 
 type chatServiceClient struct {
@@ -61,12 +67,49 @@ func (x *chatServiceChatClient) Recv() (*ChatResponse, error) {
 	return m, nil
 }
 
+func (c *chatServiceClient) Session(ctx context.Context, opts ...grpc.CallOption) (ChatService_SessionClient, error) {
+	stream, err := c.cc.NewStream(ctx, &_ChatService_serviceDesc.Streams[1], "/kvloop.v1alpha1.ChatService/Session", opts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &chatServiceSessionClient{stream}
+	return x, nil
+}
+
+type ChatService_SessionClient interface {
+	Send(*ChatServiceSessionRequest) error
+	Recv() (*ChatServiceSessionResponse, error)
+	grpc.ClientStream
+}
+
+type chatServiceSessionClient struct {
+	grpc.ClientStream
+}
+
+func (x *chatServiceSessionClient) Send(m *ChatServiceSessionRequest) error {
+	return x.ClientStream.SendMsg(m)
+}
+
+func (x *chatServiceSessionClient) Recv() (*ChatServiceSessionResponse, error) {
+	m := new(ChatServiceSessionResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 // ChatServiceServer is the server API for ChatService service.
 // All implementations must embed UnimplementedChatServiceServer
 // for forward compatibility
 type ChatServiceServer interface {
 	// Chat serves one turn. A deadline is required. Failures are statuses with one ErrorInfo.
 	Chat(*ChatRequest, ChatService_ChatServer) error
+	// Session holds what is kept of a conversation while its agent is there, as RouterService's does: the gateway holds
+	// one open at a router, at another one when that goes away. Turns go through Chat, on any gateway.
+	//
+	// The client sends Open, and Close at the end, which lets go at once. A stream that ends in any other way lets go of
+	// nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+	Session(ChatService_SessionServer) error
 	mustEmbedUnimplementedChatServiceServer()
 }
 
@@ -76,6 +119,9 @@ type UnimplementedChatServiceServer struct {
 
 func (UnimplementedChatServiceServer) Chat(*ChatRequest, ChatService_ChatServer) error {
 	return status.Errorf(codes.Unimplemented, "method Chat not implemented")
+}
+func (UnimplementedChatServiceServer) Session(ChatService_SessionServer) error {
+	return status.Errorf(codes.Unimplemented, "method Session not implemented")
 }
 func (UnimplementedChatServiceServer) mustEmbedUnimplementedChatServiceServer() {}
 
@@ -111,6 +157,32 @@ func (x *chatServiceChatServer) Send(m *ChatResponse) error {
 	return x.ServerStream.SendMsg(m)
 }
 
+func _ChatService_Session_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(ChatServiceServer).Session(&chatServiceSessionServer{stream})
+}
+
+type ChatService_SessionServer interface {
+	Send(*ChatServiceSessionResponse) error
+	Recv() (*ChatServiceSessionRequest, error)
+	grpc.ServerStream
+}
+
+type chatServiceSessionServer struct {
+	grpc.ServerStream
+}
+
+func (x *chatServiceSessionServer) Send(m *ChatServiceSessionResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
+func (x *chatServiceSessionServer) Recv() (*ChatServiceSessionRequest, error) {
+	m := new(ChatServiceSessionRequest)
+	if err := x.ServerStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 var _ChatService_serviceDesc = grpc.ServiceDesc{
 	ServiceName: "kvloop.v1alpha1.ChatService",
 	HandlerType: (*ChatServiceServer)(nil),
@@ -120,6 +192,12 @@ var _ChatService_serviceDesc = grpc.ServiceDesc{
 			StreamName:    "Chat",
 			Handler:       _ChatService_Chat_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "Session",
+			Handler:       _ChatService_Session_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
 		},
 	},
 	Metadata: "kvloop/v1alpha1/chat_service.proto",

@@ -542,3 +542,99 @@ class ChatResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
+
+@_typing.final
+class ChatServiceSessionRequest(_message.Message):
+    """ChatServiceSessionRequest is one message of the client's in a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def open(self) -> Global___ChatSessionOpen:
+        """Begins the session."""
+
+    @_builtins.property
+    def close(self) -> _router_service_pb2.SessionClose:
+        """Ends it, and lets go of what is held."""
+
+    def __init__(
+        self,
+        *,
+        open: Global___ChatSessionOpen | None = ...,
+        close: _router_service_pb2.SessionClose | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "open", b"open", "request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "open", b"open", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "close"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___ChatServiceSessionRequest: _TypeAlias = ChatServiceSessionRequest  # noqa: Y015
+
+@_typing.final
+class ChatSessionOpen(_message.Message):
+    """ChatSessionOpen names the conversation that the session is of. Several sessions may be open of one; the first Close
+    lets go.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONVERSATION_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    conversation_id: _builtins.str
+    """As in ChatRequest; empty where the metadata names it."""
+    model: _builtins.str
+    """As in ChatRequest."""
+    cache_salt: _builtins.str
+    """As in ChatRequest."""
+    def __init__(
+        self,
+        *,
+        conversation_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "conversation_id", b"conversation_id", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChatSessionOpen: _TypeAlias = ChatSessionOpen  # noqa: Y015
+
+@_typing.final
+class ChatServiceSessionResponse(_message.Message):
+    """ChatServiceSessionResponse is one message of the gateway's in a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENED_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def opened(self) -> _router_service_pb2.SessionOpened:
+        """The session is open."""
+
+    @_builtins.property
+    def closed(self) -> _router_service_pb2.SessionClosed:
+        """The session is closed."""
+
+    def __init__(
+        self,
+        *,
+        opened: _router_service_pb2.SessionOpened | None = ...,
+        closed: _router_service_pb2.SessionClosed | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "event", b"event", "opened", b"opened"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "event", b"event", "opened", b"opened"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "closed"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___ChatServiceSessionResponse: _TypeAlias = ChatServiceSessionResponse  # noqa: Y015

@@ -41,6 +41,11 @@ class ChatServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/kvloop.v1alpha1.ChatService/Session',
+                request_serializer=kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatServiceSessionRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatServiceSessionResponse.FromString,
+                _registered_method=True)
 
 
 class ChatServiceServicer:
@@ -55,6 +60,17 @@ class ChatServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Session(self, request_iterator, context):
+        """Session holds what is kept of a conversation while its agent is there, as RouterService's does: the gateway holds
+        one open at a router, at another one when that goes away. Turns go through Chat, on any gateway.
+
+        The client sends Open, and Close at the end, which lets go at once. A stream that ends in any other way lets go of
+        nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ChatServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +78,11 @@ def add_ChatServiceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatServiceSessionRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatServiceSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -93,6 +114,33 @@ class ChatService:
             '/kvloop.v1alpha1.ChatService/Chat',
             kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvloop.v1alpha1.ChatService/Session',
+            kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatServiceSessionRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_chat__service__pb2.ChatServiceSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,13 @@ class ChatServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ChatServiceAsyncStub: ...
     Chat: _grpc.UnaryStreamMultiCallable[_chat_service_pb2.ChatRequest, _chat_service_pb2.ChatResponse]
     """Chat serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+    Session: _grpc.StreamStreamMultiCallable[_chat_service_pb2.ChatServiceSessionRequest, _chat_service_pb2.ChatServiceSessionResponse]
+    """Session holds what is kept of a conversation while its agent is there, as RouterService's does: the gateway holds
+    one open at a router, at another one when that goes away. Turns go through Chat, on any gateway.
+
+    The client sends Open, and Close at the end, which lets go at once. A stream that ends in any other way lets go of
+    nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+    """
 
 @_typing.type_check_only
 class ChatServiceAsyncStub(ChatServiceStub):
@@ -47,6 +54,13 @@ class ChatServiceAsyncStub(ChatServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Chat: _aio.UnaryStreamMultiCallable[_chat_service_pb2.ChatRequest, _chat_service_pb2.ChatResponse]  # type: ignore[assignment]
     """Chat serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+    Session: _aio.StreamStreamMultiCallable[_chat_service_pb2.ChatServiceSessionRequest, _chat_service_pb2.ChatServiceSessionResponse]  # type: ignore[assignment]
+    """Session holds what is kept of a conversation while its agent is there, as RouterService's does: the gateway holds
+    one open at a router, at another one when that goes away. Turns go through Chat, on any gateway.
+
+    The client sends Open, and Close at the end, which lets go at once. A stream that ends in any other way lets go of
+    nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+    """
 
 class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
     """ChatService serves chats: messages and tools in, text, reasoning and parsed tool calls out. A gateway
@@ -60,5 +74,18 @@ class ChatServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_chat_service_pb2.ChatResponse], _abc.AsyncIterator[_chat_service_pb2.ChatResponse]]:
         """Chat serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+
+    @_abc_1.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[_chat_service_pb2.ChatServiceSessionRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_chat_service_pb2.ChatServiceSessionResponse], _abc.AsyncIterator[_chat_service_pb2.ChatServiceSessionResponse]]:
+        """Session holds what is kept of a conversation while its agent is there, as RouterService's does: the gateway holds
+        one open at a router, at another one when that goes away. Turns go through Chat, on any gateway.
+
+        The client sends Open, and Close at the end, which lets go at once. A stream that ends in any other way lets go of
+        nothing: liveness lapses after alive_time, and leases end by their TTL. No deadline is needed.
+        """
 
 def add_ChatServiceServicer_to_server(servicer: ChatServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -280,6 +280,8 @@ class StructuredOutputs(_message.Message):
     DISABLE_ANY_WHITESPACE_FIELD_NUMBER: _builtins.int
     DISABLE_ADDITIONAL_PROPERTIES_FIELD_NUMBER: _builtins.int
     WHITESPACE_PATTERN_FIELD_NUMBER: _builtins.int
+    REASONING_ENDED_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema, as JSON text."""
     json_object: _builtins.bool
@@ -296,6 +298,12 @@ class StructuredOutputs(_message.Message):
     """No properties but the schema's own."""
     whitespace_pattern: _builtins.str
     """Expression that white space between JSON tokens must match."""
+    reasoning_ended: _builtins.bool
+    """Whether the prompt's reasoning is over, so that the constraint holds from the first token. Absent: a worker that
+    has a reasoning parser looks. Workers without one constrain from the first token in any case.
+    """
+    chat_template_kwargs_json: _builtins.str
+    """What the chat template was given, as a JSON object; for reasoning parsers whose doing depends on it."""
     @_builtins.property
     def choice(self) -> Global___Choices:
         """One of these strings."""
@@ -312,15 +320,19 @@ class StructuredOutputs(_message.Message):
         disable_any_whitespace: _builtins.bool | None = ...,
         disable_additional_properties: _builtins.bool | None = ...,
         whitespace_pattern: _builtins.str | None = ...,
+        reasoning_ended: _builtins.bool | None = ...,
+        chat_template_kwargs_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_disable_additional_properties", b"_disable_additional_properties", "_disable_any_whitespace", b"_disable_any_whitespace", "_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "constraint", b"constraint", "disable_additional_properties", b"disable_additional_properties", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disable_additional_properties", b"_disable_additional_properties", "_disable_any_whitespace", b"_disable_any_whitespace", "_reasoning_ended", b"_reasoning_ended", "_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "constraint", b"constraint", "disable_additional_properties", b"disable_additional_properties", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "reasoning_ended", b"reasoning_ended", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disable_additional_properties", b"_disable_additional_properties", "_disable_any_whitespace", b"_disable_any_whitespace", "_whitespace_pattern", b"_whitespace_pattern", "choice", b"choice", "constraint", b"constraint", "disable_additional_properties", b"disable_additional_properties", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disable_additional_properties", b"_disable_additional_properties", "_disable_any_whitespace", b"_disable_any_whitespace", "_reasoning_ended", b"_reasoning_ended", "_whitespace_pattern", b"_whitespace_pattern", "chat_template_kwargs_json", b"chat_template_kwargs_json", "choice", b"choice", "constraint", b"constraint", "disable_additional_properties", b"disable_additional_properties", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "reasoning_ended", b"reasoning_ended", "regex", b"regex", "structural_tag", b"structural_tag", "whitespace_pattern", b"whitespace_pattern"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disable_additional_properties: _TypeAlias = _typing.Literal["disable_additional_properties"]  # noqa: Y015
     _WhichOneofArgType__disable_additional_properties: _TypeAlias = _typing.Literal["_disable_additional_properties", b"_disable_additional_properties"]  # noqa: Y015
     _WhichOneofReturnType__disable_any_whitespace: _TypeAlias = _typing.Literal["disable_any_whitespace"]  # noqa: Y015
     _WhichOneofArgType__disable_any_whitespace: _TypeAlias = _typing.Literal["_disable_any_whitespace", b"_disable_any_whitespace"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_ended: _TypeAlias = _typing.Literal["reasoning_ended"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_ended: _TypeAlias = _typing.Literal["_reasoning_ended", b"_reasoning_ended"]  # noqa: Y015
     _WhichOneofReturnType__whitespace_pattern: _TypeAlias = _typing.Literal["whitespace_pattern"]  # noqa: Y015
     _WhichOneofArgType__whitespace_pattern: _TypeAlias = _typing.Literal["_whitespace_pattern", b"_whitespace_pattern"]  # noqa: Y015
     _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]  # noqa: Y015
@@ -329,6 +341,8 @@ class StructuredOutputs(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disable_additional_properties) -> _WhichOneofReturnType__disable_additional_properties | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disable_any_whitespace) -> _WhichOneofReturnType__disable_any_whitespace | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_ended) -> _WhichOneofReturnType__reasoning_ended | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__whitespace_pattern) -> _WhichOneofReturnType__whitespace_pattern | None: ...
     @_typing.overload

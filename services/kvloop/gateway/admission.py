@@ -49,6 +49,9 @@ def check_body(body: Mapping[str, Any]) -> None:
     for name, sentence in _UNSERVED.items():
         if body.get(name):
             raise invalid(name, sentence)
+    items = body.get("input")
+    if isinstance(items, list) and any(_refers(item) for item in items):
+        raise invalid("input", "items are not stored here; send each with its type or role")
     salt = body.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and len(salt) <= MAX_CACHE_SALT):
         raise invalid("cache_salt", f"must be a string of at most {MAX_CACHE_SALT} characters")
@@ -58,6 +61,14 @@ def check_body(body: Mapping[str, Any]) -> None:
             check_extra_args(json.dumps(xargs))
         except Failure as failure:
             raise Failure(failure.reason, failure.message, field="vllm_xargs") from None
+
+
+def _refers(item: object) -> bool:
+    """Tell whether an item of the Responses API stands for one that was stored."""
+    if not isinstance(item, Mapping):
+        return False
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and item.get("role") is None)
 
 
 def priority_of(headers: Mapping[str, str]) -> int | None:

@@ -29,6 +29,7 @@ class GatewayApp:
         self._chat_endpoint = ""
         self._grpc: GrpcServer | None = None
         self._chat: Any = None
+        self._sessions: Any = None
         self._routers: Any = None
         self._client: Any = None
         self._door: Any = None
@@ -106,6 +107,7 @@ class GatewayApp:
         if not self._settings.chat_listen:
             return
         from kvloop.gateway.chat_servicer import SERVICE, ChatServicer
+        from kvloop.gateway.sessions import Sessions
         from kvloop.v1alpha1 import chat_service_pb2_grpc
 
         try:
@@ -113,7 +115,8 @@ class GatewayApp:
         except ValueError as error:
             raise ConfigError(f"chat_listen: {error}") from None
         self._grpc = GrpcServer([SERVICE], security)
-        self._chat = ChatServicer(serving, self._settings)
+        self._sessions = Sessions(self._routers)
+        self._chat = ChatServicer(serving, self._settings, self._sessions)
         chat_service_pb2_grpc.add_ChatServiceServicer_to_server(self._chat, self._grpc.server)
         port = await self._grpc.start(self._settings.chat_listen)
         self._chat_endpoint = str(at._replace(port=port))
@@ -126,6 +129,7 @@ class GatewayApp:
         self._client.start_draining()
         if self._grpc is not None:
             await self._grpc.set_ready(False)
+            self._sessions.end()
         limit = time.monotonic() + self._settings.drain_s
         while self._open and time.monotonic() < limit:  # noqa: ASYNC110 - the limit ends it
             await asyncio.sleep(_POLL_S)

@@ -146,6 +146,8 @@ def _structured(structured: sampling_pb2.StructuredOutputs) -> dict[str, Any]:
     kind = structured.WhichOneof("constraint")
     if kind is None:
         raise invalid("sampling.structured_outputs", "must name one constraint")
+    if structured.HasField("reasoning_ended") or structured.chat_template_kwargs_json:
+        raise invalid("sampling.structured_outputs", "reasoning is the gateway's to tell; leave it out")
     value = list(structured.choice.values) if kind == "choice" else getattr(structured, kind)
     body: dict[str, Any] = {_CONSTRAINTS.get(kind, kind): value}
     for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from http import HTTPStatus
 
 from kvloop.gateway import admission, compat, exchange
@@ -10,12 +11,13 @@ from kvloop.gateway.chat_request import to_body
 from kvloop.gateway.exchange import Exchange
 from kvloop.gateway.identity import identify
 from kvloop.gateway.problems import Problem
+from kvloop.gateway.sessions import Sessions
 from kvloop.gateway.settings import GatewaySettings
 from kvloop.runtime import checks
-from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.errors import Failure, Reason, invalid
 from kvloop.runtime.servicing import Context, stream, time_left_s
 from kvloop.v1alpha1 import chat_service_pb2 as pb
-from kvloop.v1alpha1 import chat_service_pb2_grpc, sampling_pb2
+from kvloop.v1alpha1 import chat_service_pb2_grpc, router_service_pb2, sampling_pb2
 
 SERVICE = "kvloop.v1alpha1.ChatService"
 _SAMPLING = frozenset(sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
@@ -32,10 +34,11 @@ _PROMPT = frozenset({"input_tokens", "input_text", "prompt"})
 class ChatServicer(chat_service_pb2_grpc.ChatServiceServicer):
     """The typed door of the gateway."""
 
-    def __init__(self, serving: compat.ChatServing, settings: GatewaySettings) -> None:
-        """Take vLLM's serving of chats."""
+    def __init__(self, serving: compat.ChatServing, settings: GatewaySettings, sessions: Sessions) -> None:
+        """Take vLLM's serving of chats, and the sessions at the routers."""
         self._serving = serving
         self._settings = settings
+        self._sessions = sessions
         self.open_turns = 0
         """Turns being served."""
 
@@ -66,6 +69,31 @@ class ChatServicer(chat_service_pb2_grpc.ChatServiceServicer):
             self.open_turns -= 1
             # What the client has left behind is cancelled, not merely forgotten.
             await events.aclose()  # type: ignore[attr-defined]
+
+    @stream
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[pb.ChatServiceSessionRequest], context: Context
+    ) -> AsyncIterator[pb.ChatServiceSessionResponse]:
+        """Keep a conversation alive while the stream is open."""
+        headers = _headers(context)
+        authorization, _ = admission.credentials_of(headers)
+        metadata = (("authorization", authorization),) if authorization else ()
+
+        def opening(asked: pb.ChatSessionOpen) -> router_service_pb2.SessionOpen:
+            own = identify({"conversation_id": asked.conversation_id}, headers)
+            if not own.conversation_id:
+                raise invalid("conversation_id", "must name the conversation")
+            admission.check_body({"cache_salt": asked.cache_salt})
+            return router_service_pb2.SessionOpen(
+                conversation_id=own.conversation_id,
+                model=self._settings.model_name,
+                adapter=self._serving.adapter_of(asked.model),
+                cache_salt=asked.cache_salt,
+            )
+
+        async with aclosing(self._sessions.serve(requests, opening, metadata)) as answers:
+            async for answer in answers:
+                yield answer
 
     def _admit(self, request: pb.ChatRequest, context: Context) -> Exchange:
         """Return what the turn's client may know and wants. Raises Failure."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from kvloop.gateway import compat, exchange, problems
@@ -11,11 +11,11 @@ from kvloop.gateway.history import History
 from kvloop.gateway.metrics import Metrics
 from kvloop.gateway.outputs import Answer
 from kvloop.gateway.routers import Metadata, Routers
-from kvloop.gateway.sampling import to_proto
+from kvloop.gateway.sampling import tell_reasoning, to_proto
 from kvloop.gateway.settings import GatewaySettings
 from kvloop.runtime import tokens, tracing
 from kvloop.runtime.errors import Failure
-from kvloop.v1alpha1 import router_service_pb2, turn_pb2
+from kvloop.v1alpha1 import router_service_pb2, sampling_pb2, turn_pb2
 
 _FORK_QUEUE = 16
 
@@ -107,11 +107,13 @@ class RouterEngineClient:
         *,
         lora_request: Any = None,
         priority: int = 0,
-        session_id: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: Mapping[str, Any] | None = None,
         **_unused: Any,
     ) -> AsyncGenerator[Any, None]:
         """Yield vLLM's RequestOutputs of one prompt; n > 1 forks it into n turns.
 
+        What vLLM knows of session, trace and rank is not asked: the door has taken them, or refused them.
         Failures are raised as vLLM's own exceptions, with the status that HTTP should have.
         """
         here = exchange.current() or Exchange()
@@ -119,10 +121,13 @@ class RouterEngineClient:
             ids = compat.prompt_ids(prompt)
             rendered = here.rendering is not None and here.rendering.ids is ids
             compat.check_inputs(self, request_id, prompt, sampling_params, rendered=rendered)
+            sampling = to_proto(sampling_params, room=self.model_config.max_model_len - len(ids))
+            tell_reasoning(sampling, reasoning_ended, reasoning_parser_kwargs)
             turns = self._turns(
                 here,
                 prompt,
                 sampling_params,
+                sampling,
                 request_id=request_id,
                 adapter=lora_request.lora_name if lora_request is not None else "",
                 priority=priority,
@@ -149,14 +154,13 @@ class RouterEngineClient:
         here: Exchange,
         prompt: Any,
         params: Any,
+        sampling: sampling_pb2.SamplingParams,
         *,
         request_id: str,
         adapter: str,
         priority: int,
     ) -> list[AsyncIterator[Any]]:
         ids = compat.prompt_ids(prompt)
-        room = self.model_config.max_model_len - len(ids)
-        sampling = to_proto(params, room=room)
         rendering = here.rendering
         packed = rendering.packed() if rendering and rendering.ids is ids else tokens.pack(ids)
         turns: list[AsyncIterator[Any]] = []

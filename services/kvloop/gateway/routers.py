@@ -71,10 +71,10 @@ class Routers:
             try:
                 async for response in call:
                     begun = True
-                    ended = response.WhichOneof("event") == "summary"
+                    ended = response.HasField("summary")
                     yield response
             except grpc.aio.AioRpcError as error:
-                failure = _failure(error)
+                failure = failure_of(error)
                 if begun or attempt + 1 == len(self._stubs) or not _may_move(failure):
                     raise failure from None
                 continue
@@ -84,6 +84,34 @@ class Routers:
             if not ended:
                 raise Failure(Reason.ERROR_REASON_WORKER_FAILED, "the answer broke off")
             return
+
+    def __len__(self) -> int:
+        """Return how many routers there are."""
+        return len(self._stubs)
+
+    def session(self, metadata: Metadata) -> Any:
+        """Return a call of Session at the next router, with nothing said on it yet."""
+        return self._take().Session(metadata=metadata)
+
+    async def end_conversation(
+        self, request: router_service_pb2.EndConversationRequest, *, timeout_s: float, metadata: Metadata
+    ) -> bool:
+        """Let go of what is held for a conversation; False when nothing was. Raises Failure."""
+        for left in reversed(range(len(self._stubs))):
+            try:
+                answer = await self._take().EndConversation(request, timeout=timeout_s, metadata=metadata)
+                return bool(answer.released)
+            except grpc.aio.AioRpcError as error:
+                failure = failure_of(error)
+                if not left or not _may_move(failure):
+                    raise failure from None
+        raise Failure(Reason.ERROR_REASON_DRAINING, "there is no router", retry_after_s=_RETRY_AFTER_S)
+
+    def _take(self) -> Any:
+        """Return the next router's stub; mypy-protobuf's answers a union of sync and async calls."""
+        stub = self._stubs[self._next % len(self._stubs)]
+        self._next = (self._next + 1) % len(self._stubs)
+        return stub
 
     async def ready(self) -> bool:
         """Return whether some router says that it can serve turns."""
@@ -98,7 +126,8 @@ class Routers:
                 task.cancel()
 
 
-def _failure(error: grpc.aio.AioRpcError) -> Failure:
+def failure_of(error: grpc.aio.AioRpcError) -> Failure:
+    """Return what a router's status says, with a reason also where it names none."""
     fallback = _FALLBACK.get(error.code(), Reason.ERROR_REASON_INTERNAL)
     failure = from_rpc_error(error, fallback)
     waiting_helps = failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)

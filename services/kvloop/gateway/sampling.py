@@ -5,6 +5,7 @@ own defaults, and a worker must not apply others. What the gateway does itself (
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from kvloop.engine.vllm.sampling import from_vllm
@@ -14,6 +15,25 @@ from kvloop.v1alpha1 import sampling_pb2
 # Parameters that mean an engine of one's own, or that the router's API has no field for.
 _UNSERVED = ("trace_decode_token_ids", "routed_experts_prompt_start")
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
+
+
+def tell_reasoning(
+    proto: sampling_pb2.SamplingParams, ended: bool | None, parser_kwargs: Mapping[str, Any] | None
+) -> None:
+    """Write what vLLM's serving code tells an engine of a prompt's reasoning.
+
+    An engine asks for it where a constraint begins with the answer, and nowhere else. Failure INVALID_FIELD.
+    """
+    if not proto.HasField("structured_outputs"):
+        return
+    if ended is not None:
+        proto.structured_outputs.reasoning_ended = ended
+    kwargs = (parser_kwargs or {}).get("chat_template_kwargs")
+    if kwargs:
+        try:
+            proto.structured_outputs.chat_template_kwargs_json = json.dumps(kwargs, allow_nan=False)
+        except (TypeError, ValueError):
+            raise invalid("chat_template_kwargs", "has a value that JSON does not have") from None
 
 
 def to_proto(params: Any, *, room: int) -> sampling_pb2.SamplingParams:

@@ -241,11 +241,20 @@ def _check_strings(field: str, values: Sequence[str]) -> None:
         raise invalid(field, f"entries must have at most {MAX_STRING_CHARS} characters")
 
 
+def _check_template_kwargs(field: str, text: str) -> None:
+    if len(text) > MAX_EXTRA_ARGS_CHARS:
+        raise invalid(field, f"must have at most {MAX_EXTRA_ARGS_CHARS} characters")
+    if not isinstance(_json(field, text), dict):
+        raise invalid(field, "must be a JSON object")
+
+
 def _check_structured(structured: sampling_pb2.StructuredOutputs) -> None:
     field = "sampling.structured_outputs"
     kind = structured.WhichOneof("constraint")
     if kind is None:
         raise invalid(field, "must name one constraint")
+    if structured.chat_template_kwargs_json:
+        _check_template_kwargs(f"{field}.chat_template_kwargs_json", structured.chat_template_kwargs_json)
     field = f"{field}.{kind}"
     if kind == "json_schema":
         if not isinstance(_json(field, structured.json_schema), dict):

@@ -15,7 +15,7 @@ from kvloop.cli.chat.lines import turn_line
 from kvloop.cli.chat.rendering import Renderer
 from kvloop.cli.client import dial, spoken
 from kvloop.cli.errors import CommandFailed
-from kvloop.client import CallFailed
+from kvloop.client import CallFailed, Session
 from kvloop.v1alpha1 import sampling_pb2, turn_pb2
 
 HELP = """\
@@ -53,6 +53,8 @@ class ChatSession:
         self._conversation = Conversation(renderer, options.system)
         self._all = [self._conversation]
         self._client = dial(router, token)
+        self._sessions: dict[str, Session] = {}
+        """By conversation. Open ones keep what is held, however long the next message is thought about."""
         self._actions: dict[str, Callable[[], bool]] = {
             "/new": self._new,
             "/fork": self._fork,
@@ -114,6 +116,7 @@ class ChatSession:
 
     async def _answer(self, prompt: list[int]) -> None:
         conversation = self._conversation
+        await self._be_there(conversation)
         begun = time.perf_counter()
         events = self._client.turn(
             prompt,
@@ -186,14 +189,21 @@ class ChatSession:
     def _note(self, text: str, style: str = "dim") -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
+    async def _be_there(self, conversation: Conversation) -> None:
+        """Open the conversation's session, if it is not open yet. Raises CallFailed."""
+        if conversation.id not in self._sessions:
+            session = self._client.session(conversation.id, model=self._options.model)
+            self._sessions[conversation.id] = await session.__aenter__()
+
     async def _end(self, conversation: Conversation) -> None:
         self._all.remove(conversation)
-        await self._client.end(conversation.id, model=self._options.model)
+        session = self._sessions.pop(conversation.id, None)
+        if session is not None:
+            await session.close()
 
     async def _leave(self) -> None:
         try:
             for conversation in list(self._all):
-                if conversation.turns_begun:
-                    await self._end(conversation)
+                await self._end(conversation)
         finally:
             await self._client.close()

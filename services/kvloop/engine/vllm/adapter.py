@@ -297,6 +297,7 @@ class VllmEngine(HoldTable):
             priority=job.priority,
             lora=self._lora(job.adapter),
             before_abort=self._announce(turn_id),
+            reasoning=self._reasoning(job.sampling) if params.structured_outputs is not None else {},
         )
 
     def _checked(self, prompt: bytes, sampling: sampling_pb2.SamplingParams) -> list[int]:
@@ -315,6 +316,11 @@ class VllmEngine(HoldTable):
             return str(tokenizer.decode(list(part), skip_special_tokens=params.skip_special_tokens))
 
         return PromptText(ids, decode)
+
+    def _reasoning(self, sampling: sampling_pb2.SamplingParams) -> dict[str, Any]:
+        from kvloop.engine.vllm import grammar
+
+        return grammar.reasoning(sampling, self._llm().vllm_config, self._llm().tokenizer)
 
     def _lora(self, adapter: str) -> Any:
         if not adapter:

@@ -72,6 +72,37 @@ def from_vllm(params: StructuredOutputsParams) -> sampling_pb2.StructuredOutputs
     return structured
 
 
+def reasoning(sampling: sampling_pb2.SamplingParams, vllm_config: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return what the core has to know of the reasoning before a constrained answer, as add_request takes it.
+
+    Nothing where it makes no difference: without a constraint, or without a reasoning parser. The core makes
+    its parser of what it is told, where an exception would be everybody's: so one is made here first.
+
+    Raises Failure INVALID_FIELD.
+    """
+    name = vllm_config.structured_outputs_config.reasoning_parser
+    if not name or not sampling.HasField("structured_outputs"):
+        return {}
+    structured = sampling.structured_outputs
+    told: dict[str, Any] = {}
+    if structured.HasField("reasoning_ended"):
+        told["reasoning_ended"] = structured.reasoning_ended
+    if structured.chat_template_kwargs_json:
+        kwargs = _json("chat_template_kwargs_json", structured.chat_template_kwargs_json)
+        try:
+            _reasoning_parser(name)(tokenizer, chat_template_kwargs=kwargs)
+        except Exception:  # noqa: BLE001 - parsers raise whatever they like
+            raise _invalid("chat_template_kwargs_json", "is refused by the reasoning parser") from None
+        told["reasoning_parser_kwargs"] = {"chat_template_kwargs": kwargs}
+    return told
+
+
+def _reasoning_parser(name: str) -> Any:
+    from vllm.reasoning import ReasoningParserManager
+
+    return ReasoningParserManager.get_reasoning_parser(name)
+
+
 def _refuse_ignored(structured: sampling_pb2.StructuredOutputs, kind: str) -> None:
     """Refuse options that the backend would drop unseen.
 

@@ -5,7 +5,7 @@ connector must hear first that the abort is the client's wish.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -34,14 +34,15 @@ class Stream:
         priority: int,
         lora: Any,
         before_abort: Callable[[], Awaitable[None]],
+        reasoning: Mapping[str, Any],
     ) -> Self:
-        """Submit a request.
+        """Submit a request; reasoning: as grammar.reasoning tells it.
 
         Raises Failure INVALID_FIELD for what vLLM refuses before it reaches the core, WORKER_FAILED when
         the engine is dead. Cancelled, the request is aborted after before_abort.
         """
         adding = asyncio.ensure_future(
-            llm.add_request(request_id, prompt, params, lora_request=lora, priority=priority)
+            llm.add_request(request_id, prompt, params, lora_request=lora, priority=priority, **reasoning)
         )
         try:
             return cls(llm, await asyncio.shield(adding))
