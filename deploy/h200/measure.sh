@@ -5,9 +5,12 @@
 #   measure.sh smoke SHAPE_FOLDER OUT_FOLDER
 #   measure.sh sweep SHAPE_FOLDER OUT_FOLDER [options of kvloop bench sweep]
 #   measure.sh hot SHAPE_FOLDER OUT_FOLDER [options]      the same, P with its prefix cache: leg off-hot
+#   measure.sh streams SHAPE_FOLDER OUT_FOLDER            what such turns do to streams that run beside them
+#   measure.sh smoke,sweep,streams SHAPE_FOLDER OUT_FOLDER [options]      on one fleet, one after another
 #
 # Python with kvloop and vLLM comes first in PATH or PYTHONPATH. SHAPE_FOLDER has a config.json.
-# BLOCK_SIZE, MAX_MODEL_LEN and SECONDS_AT_MOST may be set; TRACE=1 writes every part's traces, too.
+# BLOCK_SIZE, MAX_MODEL_LEN and SECONDS_AT_MOST may be set; TRACE=1 writes every part's traces, too; MORE_ARGS
+# is JSON of further engine arguments; DRY=1 has simulated engines, to try the script where no GPU is.
 set -u
 what=$1 shape=$2 out=$3
 shift 3
@@ -34,12 +37,18 @@ traced() { [ -n "${TRACE:-}" ] && echo "trace_file: $out/$1.jsonl"; }
 { echo 'visible_devices: "1"'; traced trace-decode; } >"$work/decode.yaml"
 { echo 'max_attempts: 2'; traced trace-router; } >"$work/router.yaml"
 graphs='{"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 128, 192, 256, 512]}'
+arguments=$(python3 -c 'import json, sys; print(json.dumps({"load_format": "dummy",
+  "compilation_config": json.loads(sys.argv[1])} | json.loads(sys.argv[2])))' "$graphs" "${MORE_ARGS:-{\}}") || exit 1
+engine=(--model "$work/model" --served-model-name "$(basename "$shape")" --device cuda --dtype bfloat16
+  --max-num-seqs 16 --extra-engine-args "$arguments")
+if [ -n "${DRY:-}" ]; then
+  engine=(--engine simulated --model qwen3-32b-h200) vocabulary=32000
+  sed -i /visible_devices/d "$work/prefill.yaml" "$work/decode.yaml"
+fi
 "${run[@]}" up --listen 127.0.0.1:50050 --logs "$work/logs" \
   --prefill-config "$work/prefill.yaml" --decode-config "$work/decode.yaml" \
-  --router-config "$work/router.yaml" \
-  --model "$work/model" --served-model-name "$(basename "$shape")" --device cuda --dtype bfloat16 \
-  --block-size "${BLOCK_SIZE:-128}" --max-model-len "${MAX_MODEL_LEN:-32768}" --max-num-seqs 16 \
-  --extra-engine-args "{\"load_format\": \"dummy\", \"compilation_config\": $graphs}" \
+  --router-config "$work/router.yaml" --gateways 0 \
+  --block-size "${BLOCK_SIZE:-128}" --max-model-len "${MAX_MODEL_LEN:-32768}" "${engine[@]}" \
   >"$out/up.log" 2>&1 &
 up=$! second=
 finish() {
@@ -77,7 +86,9 @@ until [ -e "$work/direct.ready" ]; do
 done
 endpoint() { python3 -c "import json, sys; print(json.load(open(sys.argv[1]))['endpoint'])" "$work/logs/$1.ready"; }
 
-case $what in
+code=0
+for step in ${what//,/ }; do
+case $step in
   smoke)
     "${run[@]}" doctor --config "$work/logs/router-0.yaml" --router 127.0.0.1:50050 >"$out/doctor.txt" 2>&1
     python3 "$here/smoke.py" 127.0.0.1:50050 127.0.0.1:50060 "$(endpoint prefill-0)" "$(endpoint decode-0)" \
@@ -93,7 +104,12 @@ case $what in
     timeout -s INT "${SECONDS_AT_MOST:-400}" "${run[@]}" bench sweep \
       --router-hot 127.0.0.1:50050 --vocabulary "$vocabulary" --legs off-hot --out "$out" "$@"
     ;;
+  streams)
+    python3 "$here/streams.py" 127.0.0.1:50050 127.0.0.1:50060 "$vocabulary" "$out/streams.json"
+    ;;
 esac
-code=$?
-echo "$what ended with $code after $SECONDS s"
+ended=$?
+[ $ended = 0 ] || code=$ended
+echo "$step ended with $ended after $SECONDS s"
+done
 exit $code
