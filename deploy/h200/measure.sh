@@ -5,15 +5,21 @@
 #   measure.sh smoke SHAPE_FOLDER OUT_FOLDER
 #   measure.sh sweep SHAPE_FOLDER OUT_FOLDER [options of kvloop bench sweep]
 #   measure.sh hot SHAPE_FOLDER OUT_FOLDER [options]      the same, P with its prefix cache: leg off-hot
+#   measure.sh streams SHAPE_FOLDER OUT_FOLDER            what such turns do to streams that run beside them
+#   measure.sh smoke,sweep,streams SHAPE_FOLDER OUT_FOLDER [options]      on one fleet, one after another
 #
 # Python with kvloop and vLLM comes first in PATH or PYTHONPATH. SHAPE_FOLDER has a config.json.
-# BLOCK_SIZE, MAX_MODEL_LEN and SECONDS_AT_MOST may be set; TRACE=1 writes every part's traces, too.
+# BLOCK_SIZE, MAX_MODEL_LEN and SECONDS_AT_MOST may be set; TRACE=1 writes every part's traces, too; GPUS=0,0 has
+# P and D share a GPU; MORE_ARGS is JSON of further engine arguments, UP_ARGS further options of kvloop up, PORT the
+# first router's; DRY=1 has simulated engines, to try the script where no GPU is.
 set -u
 what=$1 shape=$2 out=$3
 shift 3
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$out" && out=$(cd "$out" && pwd)
 work=$(mktemp -d)
+port=${PORT:-50050}
+router=127.0.0.1:$port direct=127.0.0.1:$((port + 10))
 run=(python3 -m kvloop.cli.main)
 
 # UCX reaches the GPUs through libnvidia-ml. NVLink multicast stays off: it is not needed.
@@ -30,16 +36,24 @@ vocabulary=$(python3 -c "import json, sys; print(json.load(open(sys.argv[1]))['v
 cache=false
 [ "$what" = hot ] && cache=true
 traced() { [ -n "${TRACE:-}" ] && echo "trace_file: $out/$1.jsonl"; }
-{ echo 'visible_devices: "0"'; echo "enable_prefix_caching: $cache"; traced trace-prefill; } >"$work/prefill.yaml"
-{ echo 'visible_devices: "1"'; traced trace-decode; } >"$work/decode.yaml"
-{ echo 'max_attempts: 2'; traced trace-router; } >"$work/router.yaml"
+gpus=${GPUS:-0,1}
+{ echo "visible_devices: \"${gpus%,*}\""; echo "enable_prefix_caching: $cache"; traced trace-prefill; } >"$work/prefill.yaml"
+{ echo "visible_devices: \"${gpus#*,}\""; traced trace-decode; } >"$work/decode.yaml"
+# The legs' ways, whatever is the cheapest here; DIRECT has a router of its own.
+{ printf 'max_attempts: 2\ndirect: false\nby_cost: false\n'; traced trace-router; } >"$work/router.yaml"
 graphs='{"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 128, 192, 256, 512]}'
-"${run[@]}" up --listen 127.0.0.1:50050 --logs "$work/logs" \
+arguments=$(python3 -c 'import json, sys; print(json.dumps({"load_format": "dummy",
+  "compilation_config": json.loads(sys.argv[1])} | json.loads(sys.argv[2])))' "$graphs" "${MORE_ARGS:-{\}}") || exit 1
+engine=(--model "$work/model" --served-model-name "$(basename "$shape")" --device cuda --dtype bfloat16
+  --max-num-seqs 16 --extra-engine-args "$arguments")
+if [ -n "${DRY:-}" ]; then
+  engine=(--engine simulated --model qwen3-32b-h200) vocabulary=32000
+  sed -i /visible_devices/d "$work/prefill.yaml" "$work/decode.yaml"
+fi
+"${run[@]}" up --listen "127.0.0.1:$port" --logs "$work/logs" \
   --prefill-config "$work/prefill.yaml" --decode-config "$work/decode.yaml" \
-  --router-config "$work/router.yaml" \
-  --model "$work/model" --served-model-name "$(basename "$shape")" --device cuda --dtype bfloat16 \
-  --block-size "${BLOCK_SIZE:-128}" --max-model-len "${MAX_MODEL_LEN:-32768}" --max-num-seqs 16 \
-  --extra-engine-args "{\"load_format\": \"dummy\", \"compilation_config\": $graphs}" \
+  --router-config "$work/router.yaml" --gateways 0 \
+  --block-size "${BLOCK_SIZE:-128}" --max-model-len "${MAX_MODEL_LEN:-32768}" "${engine[@]}" ${UP_ARGS:-} \
   >"$out/up.log" 2>&1 &
 up=$! second=
 finish() {
@@ -61,10 +75,10 @@ until [ -e "$work/logs/router-0.ready" ]; do
 done
 echo "the fleet is up after $SECONDS s"
 
-python3 - "$work/logs" >"$work/direct.yaml" <<'P'
+python3 - "$work/logs" "$direct" >"$work/direct.yaml" <<'P'
 import pathlib, sys, yaml
 values = yaml.safe_load((pathlib.Path(sys.argv[1]) / "router-0.yaml").read_text())
-values |= {"listen": "127.0.0.1:50060", "direct": True}
+values |= {"listen": sys.argv[2], "direct": True}
 if "trace_file" in values:
     values["trace_file"] = values["trace_file"].replace("trace-router", "trace-router-direct")
 print(yaml.safe_dump(values))
@@ -77,23 +91,30 @@ until [ -e "$work/direct.ready" ]; do
 done
 endpoint() { python3 -c "import json, sys; print(json.load(open(sys.argv[1]))['endpoint'])" "$work/logs/$1.ready"; }
 
-case $what in
+code=0
+for step in ${what//,/ }; do
+case $step in
   smoke)
-    "${run[@]}" doctor --config "$work/logs/router-0.yaml" --router 127.0.0.1:50050 >"$out/doctor.txt" 2>&1
-    python3 "$here/smoke.py" 127.0.0.1:50050 127.0.0.1:50060 "$(endpoint prefill-0)" "$(endpoint decode-0)" \
+    "${run[@]}" doctor --config "$work/logs/router-0.yaml" --router "$router" >"$out/doctor.txt" 2>&1
+    python3 "$here/smoke.py" "$router" "$direct" "$(endpoint prefill-0)" "$(endpoint decode-0)" \
       "$vocabulary" "$out/smoke.json"
     ;;
   sweep)
     # Interrupted, it keeps what was measured.
     timeout -s INT "${SECONDS_AT_MOST:-400}" "${run[@]}" bench sweep \
-      --router 127.0.0.1:50050 --router-direct 127.0.0.1:50060 --vocabulary "$vocabulary" \
+      --router "$router" --router-direct "$direct" --vocabulary "$vocabulary" \
       --legs off-cold,readback,direct --out "$out" "$@"
     ;;
   hot)
     timeout -s INT "${SECONDS_AT_MOST:-400}" "${run[@]}" bench sweep \
-      --router-hot 127.0.0.1:50050 --vocabulary "$vocabulary" --legs off-hot --out "$out" "$@"
+      --router-hot "$router" --vocabulary "$vocabulary" --legs off-hot --out "$out" "$@"
+    ;;
+  streams)
+    python3 "$here/streams.py" "$router" "$direct" "$vocabulary" "$out/streams.json"
     ;;
 esac
-code=$?
-echo "$what ended with $code after $SECONDS s"
+ended=$?
+[ $ended = 0 ] || code=$ended
+echo "$step ended with $ended after $SECONDS s"
+done
 exit $code

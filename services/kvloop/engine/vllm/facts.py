@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import platform
 import secrets
 from importlib import metadata
 from pathlib import Path
@@ -82,6 +83,7 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "backends": settings.backends,
         "transfer_mode": "pull",
         "hash_algorithm": HASH_ALGORITHM,
+        "python": platform.python_version(),
         "hash_seed": env.hash_seed(),
         "weights_version": settings.weights_version,
     }
