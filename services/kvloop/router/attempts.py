@@ -8,7 +8,7 @@ and the turn goes through a prefill worker instead.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvloop.router import verdict as verdicts
 from kvloop.router.costs import compute_features
@@ -291,19 +291,12 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     turn.decode_alone, turn.decode_started = worker.in_flight == 0, tools.clock.monotonic()
     heard_before = turn.heard
     with _at_work(worker), turn.timed("decode"):
-        events = worker.link.decode(decode_request(turn), turn.time_left_s())
         try:
             limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
             try:
                 async with worker.calling(limit, lambda: turn.heard) as scope:
-                    first = await anext(events, None)
-                    if not scope.expired():
-                        scope.reschedule(None)
-                    _heard_first(turn, tools)
-                    if first is not None:
-                        _pass_on(turn, relay, first)
-                        async for raw in events:
-                            _pass_on(turn, relay, raw)
+                    take = _taker(turn, tools, relay, scope)
+                    await worker.link.decode(decode_request(turn), turn.time_left_s(), take)
             except TimeoutError:
                 raise timed_out("chunk") from None
             if turn.decoded is None:
@@ -317,11 +310,23 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
                 if failed.answered and failed.failure.reason == Reason.ERROR_REASON_KV_READ_FAILED:
                     _note_handoff(turn, tools, failed=True)
                 raise
-        finally:
-            await events.aclose()
     worker.succeeded()
     _note_handoff(turn, tools, failed=False)
     _release_replaced(turn, tools)
+
+
+def _taker(turn: Turn, tools: Tools, relay: Relay, scope: asyncio.Timeout) -> Callable[[bytes], None]:
+    """Return what passes a leg's events on; scope bounds the wait for the first one."""
+    heard_before = turn.heard
+
+    def take(raw: bytes) -> None:
+        if turn.heard == heard_before:
+            if not scope.expired():
+                scope.reschedule(None)
+            _heard_first(turn, tools)
+        _pass_on(turn, relay, raw)
+
+    return take
 
 
 def _note_handoff(turn: Turn, tools: Tools, *, failed: bool) -> None:

@@ -6,8 +6,7 @@ GenerateResponse (field 1), and the router forwards it without looking into it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -137,11 +136,12 @@ class PrefillLink:
     async def _carried(
         self, request: prefill_service_pb2.PrefillRequest, timeout_s: float
     ) -> prefill_service_pb2.PrefillResponse:
-        call = self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
-        async with aclosing(call):
-            async for raw in call:
-                return prefill_service_pb2.PrefillResponse.FromString(raw)
-        raise timed_out("answer")
+        answers: list[bytes] = []
+        metadata = tracing.outgoing() or ()
+        await self._caller.run(request.SerializeToString(), timeout_s, answers.append, metadata)
+        if not answers:
+            raise timed_out("answer")
+        return prefill_service_pb2.PrefillResponse.FromString(answers[0])
 
     async def release(self, request_id: str, timeout_s: float) -> bool:
         """Let go of an attempt's KV. Raises LegFailed."""
@@ -184,21 +184,21 @@ class DecodeLink:
         self._attach = False
         """Whether the worker has the stream, as it last said."""
 
-    def decode(
-        self, request: decode_service_pb2.DecodeRequest, timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield serialized DecodeResponses. Raises LegFailed; closing early cancels the call."""
-        if self._attach:
-            return self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
-        return self._called(request, timeout_s)
+    async def decode(
+        self, request: decode_service_pb2.DecodeRequest, timeout_s: float, take: Callable[[bytes], None]
+    ) -> None:
+        """Give take each serialized DecodeResponse as it comes; return at the end of the leg.
 
-    async def _called(
-        self, request: decode_service_pb2.DecodeRequest, timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
+        Raises LegFailed, and what take raises; cancellation cancels the call.
+        """
+        if self._attach:
+            metadata = tracing.outgoing() or ()
+            await self._caller.run(request.SerializeToString(), timeout_s, take, metadata)
+            return
         call = self._decode(request, timeout=timeout_s, metadata=tracing.outgoing())
         try:
             async for raw in call:
-                yield raw
+                take(raw)
         except grpc.aio.AioRpcError as error:
             raise _leg_failed(error) from None
         finally:
