@@ -144,7 +144,7 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
     turn.prefill_alone = worker.in_flight == 0
     with _at_work(worker, _expected_prefill_ms(turn, tools)):
         try:
-            response = await _prefill_call(worker, request, limit)
+            response = await _prefill_call(worker, request, turn.leg_prompt, limit)
         except asyncio.CancelledError:
             _abandon_prefill(turn, tools)
             raise
@@ -171,23 +171,22 @@ def _note_read_back(turn: Turn, tools: Tools, response: prefill_service_pb2.Pref
 
 
 async def _prefill_call(
-    worker: PrefillWorker, request: prefill_service_pb2.PrefillRequest, limit_s: float
+    worker: PrefillWorker, request: prefill_service_pb2.PrefillRequest, prompt: bytes, limit_s: float
 ) -> prefill_service_pb2.PrefillResponse:
     try:
         async with worker.calling(None):
-            return await worker.link.prefill(request, limit_s)
+            return await worker.link.prefill(request, prompt, limit_s)
     except TimeoutError:
         raise timed_out("answer") from None
 
 
 def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
-    """Return the first leg's request: prompt and sampling untouched, and where to read if so decided."""
+    """Return the first leg's request less the prompt: sampling untouched, and where to read if so decided."""
     decision = turn.decided
     request = prefill_service_pb2.PrefillRequest(
         request_id=turn.attempt_id,
         model=_model(turn),
         scope=turn.scope,
-        prompt_token_ids=turn.leg_prompt,
         sampling=turn.leg_sampling,
     )
     if turn.request.HasField("priority"):
@@ -211,12 +210,11 @@ def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
 
 
 def decode_request(turn: Turn) -> decode_service_pb2.DecodeRequest:
-    """Return the second leg's request: with P's handle, or with the lease to go on from."""
+    """Return the second leg's request less the prompt: with P's handle, or with the lease to go on from."""
     request = decode_service_pb2.DecodeRequest(
         request_id=turn.attempt_id,
         model=_model(turn),
         scope=turn.scope,
-        prompt_token_ids=turn.leg_prompt,
         sampling=turn.leg_sampling,
         retention=turn.request.retention,
     )
@@ -296,7 +294,8 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
             try:
                 async with worker.calling(limit, lambda: turn.heard) as scope:
                     take = _taker(turn, tools, relay, scope)
-                    await worker.link.decode(decode_request(turn), turn.time_left_s(), take)
+                    request = decode_request(turn)
+                    await worker.link.decode(request, turn.leg_prompt, turn.time_left_s(), take)
             except TimeoutError:
                 raise timed_out("chunk") from None
             if turn.decoded is None:
