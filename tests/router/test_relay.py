@@ -41,31 +41,54 @@ def test_merged_chunks_lose_nothing() -> None:
     assert [p.candidates[0].token_id for p in merged.logprobs] == [0, 1, 2, 3, 4]
 
 
+class Client:
+    """Reads an answer; each write waits until it is let go on."""
+
+    def __init__(self, relay: Relay, *, free: bool = True) -> None:
+        self.got: list[bytes] = []
+        self.may_go_on = asyncio.Event()
+        if free:
+            self.may_go_on.set()
+        self.reading = asyncio.create_task(relay.pour(self._write))
+
+    async def _write(self, answer: bytes) -> None:
+        self.got.append(answer)
+        await self.may_go_on.wait()
+
+    async def step(self) -> None:
+        """Let what is ready be written."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
 async def test_what_is_read_at_once_passes_untouched() -> None:
     relay = Relay()
-    reader = relay.read()
+    client = Client(relay)
     for number in range(3):
         relay.put(chunk(number))
-        assert await anext(reader) == chunk(number)
-    waiting = asyncio.ensure_future(anext(reader))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    relay.put(chunk(7))
-    assert await waiting == chunk(7)
+        await client.step()
+        assert client.got == [chunk(n) for n in range(number + 1)]
+    assert not client.reading.done()
     relay.finish(summary())
-    assert await anext(reader) == summary()
-    with pytest.raises(StopAsyncIteration):
-        await anext(reader)
+    await client.reading
+    assert client.got[3:] == [summary()]
 
 
 async def test_what_piles_up_is_one_chunk_and_the_summary_is_apart() -> None:
     relay = Relay()
-    for number in range(100):
+    client = Client(relay, free=False)
+    relay.put(chunk(0))
+    await client.step()
+    for number in range(1, 100):
         relay.put(chunk(number))
     relay.finish(summary())
-    got = [router_service_pb2.GenerateResponse.FromString(raw) async for raw in relay.read()]
+    await client.step()
+    assert client.got == [chunk(0)]
+    client.may_go_on.set()
+    await client.reading
+    got = [router_service_pb2.GenerateResponse.FromString(raw) for raw in client.got[1:]]
     assert [response.WhichOneof("event") for response in got] == ["chunk", "summary"]
-    assert tokens.unpack(got[0].chunk.token_ids) == list(range(100))
+    assert tokens.unpack(got[0].chunk.token_ids) == list(range(1, 100))
 
 
 async def test_a_failure_comes_after_what_was_said_before_it_and_the_first_end_stands() -> None:
@@ -74,7 +97,7 @@ async def test_a_failure_comes_after_what_was_said_before_it_and_the_first_end_s
     relay.fail(ValueError("first"))
     relay.fail(ValueError("second"))
     relay.finish(summary())
-    reader = relay.read()
-    assert await anext(reader) == chunk(1)
+    client = Client(relay)
     with pytest.raises(ValueError, match="first"):
-        await anext(reader)
+        await client.reading
+    assert client.got == [chunk(1)]

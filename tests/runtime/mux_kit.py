@@ -130,6 +130,11 @@ class Rig:
         request = decode_service_pb2.DecodeRequest(request_id=name, **fields)
         return self.caller.call(request.SerializeToString(), timeout_s)
 
+    async def run(self, name: str, take: Callable[[bytes], None], timeout_s: float = LIMIT_S) -> None:
+        """Run a call to its end."""
+        request = decode_service_pb2.DecodeRequest(request_id=name)
+        await self.caller.run(request.SerializeToString(), timeout_s, take)
+
     async def texts(self, name: str) -> list[bytes]:
         """Return all that a call answers."""
         return [text_of(raw) async for raw in self.call(name)]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvloop.runtime.digests import (
     COARSE_POINTS,
     DIGEST_BYTES,
+    Prefixes,
     coarse_lengths,
     common_prefix,
     prefix_digests,
@@ -31,6 +32,19 @@ def test_the_longest_shared_length_is_found(held: list[int], prompt: list[int], 
     claimed = prefix_digests(b"k", pack(prompt), lengths)
     proven = common_prefix(b"k", pack(held), lengths, claimed)
     assert proven == max((n for n in lengths if n <= shared(held, prompt)), default=0)
+
+
+@given(prompt=TOKENS, asked=st.lists(st.integers(0, 60), max_size=12))
+def test_prefixes_asked_about_in_any_order_have_their_own_digests(
+    prompt: list[int], asked: list[int]
+) -> None:
+    prefixes = Prefixes(b"k", pack(prompt))
+    for length in asked:
+        if length > len(prompt):
+            with pytest.raises(ValueError, match="within"):
+                prefixes.digest(length)
+        else:
+            assert [prefixes.digest(length)] == prefix_digests(b"k", pack(prompt), [length])
 
 
 @given(held=TOKENS, prompt=TOKENS, lies=st.lists(st.integers(0, 60), max_size=5))

@@ -77,6 +77,75 @@ async def test_leaving_early_cancels_that_call_alone() -> None:
         assert r.worker.streams == 1
 
 
+async def test_messages_are_handed_on_as_they_come() -> None:
+    go = asyncio.Event()
+    async with rig(waiting_for(go)) as r:
+        taken: list[bytes] = []
+        running = asyncio.create_task(r.run("call", taken.append))
+        await until(lambda: [text_of(raw) for raw in taken] == [b"first"], "the first message")
+        assert not running.done()
+        go.set()
+        await within(running)
+    assert [text_of(raw) for raw in taken] == [b"first", b"second"]
+
+
+async def test_what_does_not_want_a_message_ends_that_call_alone() -> None:
+    class Unwanted(Exception):
+        pass
+
+    def refuse(raw: bytes) -> None:
+        refused.append(raw)
+        raise Unwanted
+
+    refused: list[bytes] = []
+    go = asyncio.Event()
+    async with rig(waiting_for(go)) as r:
+        stays = asyncio.create_task(r.texts("stays"))
+        with pytest.raises(Unwanted):
+            await within(r.run("refuses", refuse))
+        await until(lambda: r.worker.cancelled == {"refuses"}, "the cancellation")
+        go.set()
+        assert await within(stays) == [b"first", b"second"]
+        assert r.worker.streams == 1
+    assert [text_of(raw) for raw in refused] == [b"first"]
+
+
+async def test_cancelling_the_task_of_a_call_that_runs_cancels_the_call() -> None:
+    async with rig(for_ever) as r:
+        taken: list[bytes] = []
+        task = asyncio.create_task(r.run("call", taken.append))
+        await until(lambda: bool(taken), "the first message")
+        task.cancel()
+        await until(lambda: "call" in r.worker.cancelled, "the cancellation")
+
+
+async def test_more_than_a_window_is_handed_on_without_end() -> None:
+    size, count = 16 * 1024, 4 * WINDOW_BYTES // (16 * 1024)
+
+    async def flood(call: Answering) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield b"x" * size
+
+    async with rig(flood) as r:
+        taken: list[bytes] = []
+        await within(r.run("call", taken.append))
+    assert len(taken) == count
+
+
+async def test_a_call_that_runs_fails_of_what_ends_it() -> None:
+    async with rig(for_ever) as r:
+        taken: list[bytes] = []
+        with pytest.raises(Failed) as late:
+            await within(r.run("late", taken.append, timeout_s=0.2))
+        assert late.value.code == "DEADLINE_EXCEEDED" or late.value.status.code == 4  # type: ignore[union-attr]
+        broken = asyncio.create_task(r.run("broken", taken.append))
+        await until(lambda: len(taken) == 2, "the first message")
+        await r.server.stop(None)
+        with pytest.raises(Failed) as failed:
+            await within(broken)
+        assert failed.value.status is None
+
+
 async def test_cancelling_the_waiting_task_cancels_the_call() -> None:
     async with rig(for_ever) as r:
         task = asyncio.create_task(r.texts("call"))

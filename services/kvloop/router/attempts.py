@@ -8,7 +8,7 @@ and the turn goes through a prefill worker instead.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvloop.router import verdict as verdicts
 from kvloop.router.costs import compute_features
@@ -144,7 +144,7 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
     turn.prefill_alone = worker.in_flight == 0
     with _at_work(worker, _expected_prefill_ms(turn, tools)):
         try:
-            response = await _prefill_call(worker, request, limit)
+            response = await _prefill_call(worker, request, turn.leg_prompt, limit)
         except asyncio.CancelledError:
             _abandon_prefill(turn, tools)
             raise
@@ -171,23 +171,22 @@ def _note_read_back(turn: Turn, tools: Tools, response: prefill_service_pb2.Pref
 
 
 async def _prefill_call(
-    worker: PrefillWorker, request: prefill_service_pb2.PrefillRequest, limit_s: float
+    worker: PrefillWorker, request: prefill_service_pb2.PrefillRequest, prompt: bytes, limit_s: float
 ) -> prefill_service_pb2.PrefillResponse:
     try:
         async with worker.calling(None):
-            return await worker.link.prefill(request, limit_s)
+            return await worker.link.prefill(request, prompt, limit_s)
     except TimeoutError:
         raise timed_out("answer") from None
 
 
 def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
-    """Return the first leg's request: prompt and sampling untouched, and where to read if so decided."""
+    """Return the first leg's request less the prompt: sampling untouched, and where to read if so decided."""
     decision = turn.decided
     request = prefill_service_pb2.PrefillRequest(
         request_id=turn.attempt_id,
         model=_model(turn),
         scope=turn.scope,
-        prompt_token_ids=turn.leg_prompt,
         sampling=turn.leg_sampling,
     )
     if turn.request.HasField("priority"):
@@ -211,12 +210,11 @@ def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
 
 
 def decode_request(turn: Turn) -> decode_service_pb2.DecodeRequest:
-    """Return the second leg's request: with P's handle, or with the lease to go on from."""
+    """Return the second leg's request less the prompt: with P's handle, or with the lease to go on from."""
     request = decode_service_pb2.DecodeRequest(
         request_id=turn.attempt_id,
         model=_model(turn),
         scope=turn.scope,
-        prompt_token_ids=turn.leg_prompt,
         sampling=turn.leg_sampling,
         retention=turn.request.retention,
     )
@@ -291,19 +289,13 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     turn.decode_alone, turn.decode_started = worker.in_flight == 0, tools.clock.monotonic()
     heard_before = turn.heard
     with _at_work(worker), turn.timed("decode"):
-        events = worker.link.decode(decode_request(turn), turn.time_left_s())
         try:
             limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
             try:
                 async with worker.calling(limit, lambda: turn.heard) as scope:
-                    first = await anext(events, None)
-                    if not scope.expired():
-                        scope.reschedule(None)
-                    _heard_first(turn, tools)
-                    if first is not None:
-                        _pass_on(turn, relay, first)
-                        async for raw in events:
-                            _pass_on(turn, relay, raw)
+                    take = _taker(turn, tools, relay, scope)
+                    request = decode_request(turn)
+                    await worker.link.decode(request, turn.leg_prompt, turn.time_left_s(), take)
             except TimeoutError:
                 raise timed_out("chunk") from None
             if turn.decoded is None:
@@ -317,11 +309,23 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
                 if failed.answered and failed.failure.reason == Reason.ERROR_REASON_KV_READ_FAILED:
                     _note_handoff(turn, tools, failed=True)
                 raise
-        finally:
-            await events.aclose()
     worker.succeeded()
     _note_handoff(turn, tools, failed=False)
     _release_replaced(turn, tools)
+
+
+def _taker(turn: Turn, tools: Tools, relay: Relay, scope: asyncio.Timeout) -> Callable[[bytes], None]:
+    """Return what passes a leg's events on; scope bounds the wait for the first one."""
+    heard_before = turn.heard
+
+    def take(raw: bytes) -> None:
+        if turn.heard == heard_before:
+            if not scope.expired():
+                scope.reschedule(None)
+            _heard_first(turn, tools)
+        _pass_on(turn, relay, raw)
+
+    return take
 
 
 def _note_handoff(turn: Turn, tools: Tools, *, failed: bool) -> None:

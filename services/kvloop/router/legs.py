@@ -6,8 +6,7 @@ GenerateResponse (field 1), and the router forwards it without looking into it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -24,9 +23,15 @@ from kvloop.v1alpha1 import (
     worker_pb2,
 )
 
+PrefillRequest = prefill_service_pb2.PrefillRequest
+DecodeRequest = decode_service_pb2.DecodeRequest
+
+PROMPT_TAG = b"\x22"
+"""Ahead of the prompt's length and bytes in a serialized request of a leg."""
 CHUNK_TAG = b"\x0a"
 """First byte of a serialized response whose event is a chunk."""
 
+_PREFILL = "/kvloop.v1alpha1.PrefillService/Prefill"
 _DECODE = "/kvloop.v1alpha1.DecodeService/Decode"
 
 # What the client asked for is at fault; another worker would say the same.
@@ -108,12 +113,27 @@ def timed_out(what: str) -> LegFailed:
     return LegFailed(failure, answered=False)
 
 
+def whole(request: PrefillRequest | DecodeRequest, prompt: bytes) -> bytes:
+    """Return a leg's request, serialized, with the prompt that it lacks.
+
+    A prompt may be as large as all else together is small: here it is copied once, not into the message and
+    out of it again. Both requests have it in field 4.
+    """
+    size, length = bytearray(), len(prompt)
+    while length > 0x7F:
+        size.append(length & 0x7F | 0x80)
+        length >>= 7
+    size.append(length)
+    return b"".join((request.SerializeToString(), PROMPT_TAG, size, prompt))
+
+
 class PrefillLink:
     """One prefill worker."""
 
     def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
         self._channel = security.channel(endpoint)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
+        self._prefill: Any = self._channel.unary_unary(_PREFILL)
         self._caller = Caller(
             self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest, _carried_leg_failed
         )
@@ -121,27 +141,24 @@ class PrefillLink:
         """Whether the worker has the stream, as it last said."""
 
     async def prefill(
-        self, request: prefill_service_pb2.PrefillRequest, timeout_s: float
+        self, request: PrefillRequest, prompt: bytes, timeout_s: float
     ) -> prefill_service_pb2.PrefillResponse:
-        """Run the leg. Raises LegFailed; cancellation cancels the call."""
+        """Run the leg; request lacks the prompt. Raises LegFailed; cancellation cancels the call."""
         if self._attach:
-            return await self._carried(request, timeout_s)
+            return await self._carried(whole(request, prompt), timeout_s)
         try:
-            response: prefill_service_pb2.PrefillResponse = await self._stub.Prefill(
-                request, timeout=timeout_s, metadata=tracing.outgoing()
-            )
+            raw = await self._prefill(whole(request, prompt), timeout=timeout_s, metadata=tracing.outgoing())
         except grpc.aio.AioRpcError as error:
             raise _leg_failed(error) from None
-        return response
+        return prefill_service_pb2.PrefillResponse.FromString(raw)
 
-    async def _carried(
-        self, request: prefill_service_pb2.PrefillRequest, timeout_s: float
-    ) -> prefill_service_pb2.PrefillResponse:
-        call = self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
-        async with aclosing(call):
-            async for raw in call:
-                return prefill_service_pb2.PrefillResponse.FromString(raw)
-        raise timed_out("answer")
+    async def _carried(self, request: bytes, timeout_s: float) -> prefill_service_pb2.PrefillResponse:
+        answers: list[bytes] = []
+        metadata = tracing.outgoing() or ()
+        await self._caller.run(request, timeout_s, answers.append, metadata)
+        if not answers:
+            raise timed_out("answer")
+        return prefill_service_pb2.PrefillResponse.FromString(answers[0])
 
     async def release(self, request_id: str, timeout_s: float) -> bool:
         """Let go of an attempt's KV. Raises LegFailed."""
@@ -174,31 +191,29 @@ class DecodeLink:
     def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
         self._channel = security.channel(endpoint)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
-        # Not the stub's: answers stay serialized.
-        self._decode: Any = self._channel.unary_stream(
-            _DECODE, request_serializer=decode_service_pb2.DecodeRequest.SerializeToString
-        )
+        # Not the stub's: requests are serialized already, and answers stay serialized.
+        self._decode: Any = self._channel.unary_stream(_DECODE)
         self._caller = Caller(
             self._stub.Attach, decode_service_pb2.DecodeServiceAttachRequest, _carried_leg_failed
         )
         self._attach = False
         """Whether the worker has the stream, as it last said."""
 
-    def decode(
-        self, request: decode_service_pb2.DecodeRequest, timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield serialized DecodeResponses. Raises LegFailed; closing early cancels the call."""
-        if self._attach:
-            return self._caller.call(request.SerializeToString(), timeout_s, tracing.outgoing() or ())
-        return self._called(request, timeout_s)
+    async def decode(
+        self, request: DecodeRequest, prompt: bytes, timeout_s: float, take: Callable[[bytes], None]
+    ) -> None:
+        """Give take each serialized DecodeResponse as it comes; return at the end of the leg.
 
-    async def _called(
-        self, request: decode_service_pb2.DecodeRequest, timeout_s: float
-    ) -> AsyncGenerator[bytes, None]:
-        call = self._decode(request, timeout=timeout_s, metadata=tracing.outgoing())
+        request lacks the prompt. Raises LegFailed, and what take raises; cancellation cancels the call.
+        """
+        asked = whole(request, prompt)
+        if self._attach:
+            await self._caller.run(asked, timeout_s, take, tracing.outgoing() or ())
+            return
+        call = self._decode(asked, timeout=timeout_s, metadata=tracing.outgoing())
         try:
             async for raw in call:
-                yield raw
+                take(raw)
         except grpc.aio.AioRpcError as error:
             raise _leg_failed(error) from None
         finally:

@@ -11,7 +11,7 @@ from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Why
 from kvloop.router.worker import DecodeWorker
-from kvloop.runtime.digests import hint_group, prefix_digests
+from kvloop.runtime.digests import hint_group
 from kvloop.v1alpha1 import lease_pb2, router_service_pb2, turn_pb2
 
 
@@ -64,10 +64,10 @@ def _scopes(turn: Turn, tools: Tools) -> list[bytes]:
 
 def _beginnings(turn: Turn, tools: Tools) -> list[bytes]:
     """Return the digests by which a lease is looked for that no name leads to."""
-    settings, request = tools.settings, turn.request
+    settings = tools.settings
     if not settings.prefix_hints or _forbidden(turn, settings) is not None:
         return []
-    return prefix_digests(turn.scope.digest_key, request.prompt_token_ids, hint_lengths(turn.prompt_tokens))
+    return [turn.prefixes.digest(length) for length in hint_lengths(turn.prompt_tokens)]
 
 
 def _take(turn: Turn, found: PrefixFound | None) -> None:
@@ -92,7 +92,7 @@ def verdict(turn: Turn, tools: Tools) -> None:
                 holder = _describe(worker, entry, turn)
                 turn.holder = worker if holder.same_epoch else None
             if ruled_out is None:
-                expected = verdicts.expect(turn.scope.digest_key, turn.request.prompt_token_ids, entry)
+                expected = verdicts.expect(turn.scope.digest_key, turn.prompt, entry, turn.prefixes)
                 if turn.by_prefix:
                     _join(turn, entry, expected)
         settings = tools.settings

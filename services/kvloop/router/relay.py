@@ -6,8 +6,7 @@ chunk, and is never more than the answer itself.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 
 from kvloop.v1alpha1 import router_service_pb2
 
@@ -16,10 +15,11 @@ class Relay:
     """One answer under way. One writer, one reader."""
 
     def __init__(self) -> None:
-        self._chunks: deque[bytes] = deque()
+        self._chunks: list[bytes] = []
         self._last: bytes | None = None
         self._error: Exception | None = None
-        self._stir = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the reader, while it has nothing to do."""
 
     @property
     def ended(self) -> bool:
@@ -29,35 +29,38 @@ class Relay:
     def put(self, chunk: bytes) -> None:
         """Add a serialized GenerateResponse with a chunk."""
         self._chunks.append(chunk)
-        self._stir.set()
+        self._stir()
 
     def finish(self, summary: bytes) -> None:
         """End the answer with a serialized GenerateResponse that holds the summary."""
         if not self.ended:
             self._last = summary
-            self._stir.set()
+            self._stir()
 
     def fail(self, error: Exception) -> None:
         """End the answer with a failure; chunks that came before it still go out."""
         if not self.ended:
             self._error = error
-            self._stir.set()
+            self._stir()
 
-    async def read(self) -> AsyncIterator[bytes]:
-        """Yield serialized GenerateResponses up to the summary; raise what the answer failed of."""
+    async def pour(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Write serialized GenerateResponses up to the summary; raise what the answer failed of."""
         while True:
-            if not self._chunks and not self.ended:
-                self._stir.clear()
-                await self._stir.wait()
             if self._chunks:
-                waiting = list(self._chunks)
-                self._chunks.clear()
-                yield waiting[0] if len(waiting) == 1 else merge(waiting)
+                waiting, self._chunks = self._chunks, []
+                await write(waiting[0] if len(waiting) == 1 else merge(waiting))
             elif self._error is not None:
                 raise self._error
             elif self._last is not None:
-                yield self._last
-                return
+                return await write(self._last)
+            else:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+
+    def _stir(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 def merge(chunks: list[bytes]) -> bytes:

@@ -89,8 +89,7 @@ class RouterServicer:
         with tracing.continued(context.invocation_metadata()):
             task = self._start(turn, relay)
         try:
-            async for answer in relay.read():
-                await context.write(answer)
+            await relay.pour(context.write)
         finally:
             # Ends the legs when the client has gone; otherwise the task is done already.
             task.cancel()

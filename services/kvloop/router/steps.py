@@ -20,6 +20,7 @@ from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Verdict, Why
 from kvloop.runtime import checks, logs, tokens
+from kvloop.runtime.digests import Prefixes
 from kvloop.runtime.errors import Failure, invalid
 from kvloop.v1alpha1 import router_service_pb2
 
@@ -95,8 +96,9 @@ def admit(
     served = tools.pool.resolve(request.model, request.adapter)
     checks.check_sampling(request.sampling, vocab_size=served.vocab_size)
     checks.check_retention(request.retention)
+    prompt = request.prompt_token_ids
     prompt_tokens = checks.check_prompt(
-        request.prompt_token_ids, max_model_len=served.max_model_len, vocab_size=served.vocab_size
+        prompt, max_model_len=served.max_model_len, vocab_size=served.vocab_size
     )
     checks.check_lengths(prompt_tokens, request.sampling, served.max_model_len)
     owner = Owner(tenant, served.name, served.revision, served.adapter, request.cache_salt)
@@ -112,7 +114,9 @@ def admit(
         served=served,
         owner=owner,
         scope=tools.identities.turn_scope(owner, conversation),
+        prompt=prompt,
         prompt_tokens=prompt_tokens,
+        prefixes=Prefixes(tools.identities.digest_key(owner), prompt),
         sampling=repeatable(request.sampling) if tools.settings.max_migrations else request.sampling,
     )
     if not conversation and _is_held(request, tools):

@@ -19,6 +19,7 @@ from kvloop.router.worker import AnyWorker, DecodeWorker
 from kvloop.router.workers import Pair, Served, WorkerPool
 from kvloop.runtime import tokens, tracing
 from kvloop.runtime.clock import Clock
+from kvloop.runtime.digests import Prefixes
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     lease_pb2,
@@ -71,7 +72,10 @@ class Turn:
     served: Served
     owner: Owner
     scope: turn_pb2.TurnScope
+    prompt: bytes
+    """The request's, packed: each look into a message would copy it."""
     prompt_tokens: int
+    prefixes: Prefixes
     sampling: sampling_pb2.SamplingParams
     """The request's, made repeatable where a migration would need it."""
 
@@ -152,7 +156,7 @@ class Turn:
     @property
     def leg_prompt(self) -> bytes:
         """Return the prompt of the attempt's legs, packed."""
-        return self.request.prompt_token_ids + self.carried
+        return self.prompt + self.carried
 
     @property
     def leg_sampling(self) -> sampling_pb2.SamplingParams:

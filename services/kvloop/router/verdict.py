@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvloop.router.costs import Costs
-from kvloop.runtime.digests import COARSE_BYTES, prefix_digests
+from kvloop.runtime.digests import COARSE_BYTES, Prefixes, prefix_digests
 from kvloop.runtime.tokens import count
 from kvloop.v1alpha1 import lease_pb2, turn_pb2
 
@@ -103,13 +103,23 @@ def decide(question: Question) -> Decision:
     raise AssertionError("the last rule always answers")
 
 
-def expect(key: bytes, packed: bytes, entry: lease_pb2.DirectoryEntry) -> Expected:
-    """Return the bounds that an entry's digests set for a new prompt (packed token ids)."""
+def expect(
+    key: bytes, packed: bytes, entry: lease_pb2.DirectoryEntry, prefixes: Prefixes | None = None
+) -> Expected:
+    """Return the bounds that an entry's digests set for a new prompt (packed token ids).
+
+    prefixes: the prompt's, under the same key, if some were hashed before.
+    """
     prompt_tokens = count(packed)
     claims = [c for c in entry.digests if 0 < c.num_tokens <= prompt_tokens]
     lengths = [c.num_tokens for c in claims]
     matched = 0
-    if lengths == sorted(lengths):
+    if lengths != sorted(lengths):
+        claims = []
+    if claims and _proven(prefixes or Prefixes(key, packed), claims[-1]):
+        # One equal digest proves all of its prefix: a history that goes on costs one hash.
+        matched = lengths[-1]
+    elif claims:
         for claim, digest in zip(claims, prefix_digests(key, packed, lengths), strict=True):
             if not hmac.compare_digest(digest[:COARSE_BYTES], claim.digest):
                 return Expected(matched, claim.num_tokens, diverged=True)
@@ -117,6 +127,10 @@ def expect(key: bytes, packed: bytes, entry: lease_pb2.DirectoryEntry) -> Expect
     # The digest of the whole prompt says nothing here: the last token is always computed.
     end = min(entry.num_tokens, prompt_tokens - 1)
     return Expected(min(matched, end), end + 1, diverged=False)
+
+
+def _proven(prefixes: Prefixes, claim: lease_pb2.CoarseDigest) -> bool:
+    return hmac.compare_digest(prefixes.digest(claim.num_tokens)[:COARSE_BYTES], claim.digest)
 
 
 def cold(reason: "turn_pb2.ReuseReason.ValueType") -> Decision:

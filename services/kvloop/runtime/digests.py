@@ -36,6 +36,30 @@ def prefix_digests(key: bytes, packed: bytes, lengths: Sequence[int]) -> list[by
     return digests
 
 
+class Prefixes:
+    """The prefixes of one prompt: what was hashed for one question is not hashed again for the next."""
+
+    def __init__(self, key: bytes, packed: bytes) -> None:
+        self._view = memoryview(packed)
+        self._lengths = [0]
+        """Ascending, in tokens; of each, the state of the hash is kept."""
+        self._states = [hashlib.blake2b(key=key[:64], digest_size=DIGEST_BYTES)]
+
+    def digest(self, length: int) -> bytes:
+        """Return the 16-byte digest of a prefix. Raises ValueError when length exceeds the tokens."""
+        end = length * TOKEN_BYTES
+        if not 0 <= end <= len(self._view):
+            raise ValueError("a length must stay within the tokens")
+        at = bisect.bisect_right(self._lengths, length) - 1
+        state = self._states[at]
+        if self._lengths[at] != length:
+            state = state.copy()
+            state.update(self._view[self._lengths[at] * TOKEN_BYTES : end])
+            self._lengths.insert(at + 1, length)
+            self._states.insert(at + 1, state)
+        return state.digest()
+
+
 def hint_group(key: bytes) -> bytes:
     """Return the 16-byte name under which the holders of a digest key hint at each other's leases."""
     return hashlib.blake2b(b"kvloop hint group v1", key=key[:64], digest_size=DIGEST_BYTES).digest()

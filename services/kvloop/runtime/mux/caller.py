@@ -1,7 +1,8 @@
-"""The caller's end: calls as async generators, on a stream that is opened when it is needed.
+"""The caller's end, on a stream that is opened when it is needed.
 
-A stream that breaks ends every call on it; the next call opens another one. Nobody's call
-waits for another's: frames are sorted as they come, and each caller takes its own at its own pace.
+A stream that breaks ends every call on it; the next call opens another one. Nobody's call waits for
+another's: frames are sorted as they come. A caller is handed its messages at once (run), which costs the
+least, or takes them at its own pace (call), which holds up its own source alone.
 """
 
 import asyncio
@@ -47,6 +48,9 @@ Attach = Callable[[], Any]
 Fill = Callable[[attach_pb2.CallFrame], None]
 """Writes a frame where it goes out: a large request is copied once, not once per message around it."""
 
+Take = Callable[[bytes], None]
+"""Is given a serialized response."""
+
 
 def _taken(number: int, size: int) -> Fill:
     def fill(frame: attach_pb2.CallFrame) -> None:
@@ -66,22 +70,26 @@ def _cancelled(number: int) -> Fill:
 class _Call:
     """One call, as its stream's reader sees it."""
 
-    __slots__ = ("_waiter", "broken", "messages", "number", "status", "untold")
+    __slots__ = ("_waiter", "broken", "eager", "error", "number", "status", "take", "untold")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, take: Take, *, eager: bool) -> None:
         self.number = number
-        self.messages: deque[bytes] = deque()
+        self.take = take
+        self.eager = eager
+        """Whether what was given to take counts as taken; otherwise the caller is told of it, and says so."""
         self.status: bytes | None = None
         """How the other end ended it."""
         self.broken = ""
         """Why nothing follows, if the other end did not say so."""
+        self.error: Exception | None = None
+        """What take raised."""
         self.untold = 0
         """Bytes taken that the other end has not been told of."""
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def over(self) -> bool:
-        return self.status is not None or bool(self.broken)
+        return self.status is not None or bool(self.broken) or self.error is not None
 
     def stir(self) -> None:
         waiter = self._waiter
@@ -112,12 +120,20 @@ class _Session:
         self.ended = False
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
-    def open(self, request: bytes, timeout_s: float, metadata: Iterable[tuple[str, str]]) -> _Call:
-        call = _Call(next(self._numbers))
-        self._calls[call.number] = call
+    def open(
+        self,
+        request: bytes,
+        timeout_s: float,
+        metadata: Iterable[tuple[str, str]],
+        take: Take,
+        *,
+        eager: bool,
+    ) -> _Call:
+        number = next(self._numbers)
+        call = self._calls[number] = _Call(number, take, eager=eager)
 
         def fill(frame: attach_pb2.CallFrame) -> None:
-            frame.call = call.number
+            frame.call = number
             opened = frame.open
             opened.request = request
             opened.left_time.seconds, opened.left_time.nanos = int(timeout_s), int(timeout_s % 1 * 1e9)
@@ -139,24 +155,40 @@ class _Session:
 
     async def _read(self) -> None:
         why = "UNAVAILABLE"
+        calls = self._calls
         try:
             async for batch in self._stream:
                 for frame in batch.frames:
-                    call = self._calls.get(frame.call)
+                    call = calls.get(frame.call)
                     if call is None:
                         continue
-                    if frame.HasField("message"):
-                        call.messages.append(frame.message)
+                    message = frame.message
+                    if message or frame.HasField("message"):
+                        self._give(call, message)
                     else:
                         call.status = frame.status
-                        del self._calls[call.number]
-                    call.stir()
+                        del calls[call.number]
+                        call.stir()
         except grpc.aio.AioRpcError as error:
             why = error.code().name
         except grpc.aio.BaseError as error:
             _log.warning("attached_stream_broke", error=type(error).__name__)
         finally:
             self._end(why)
+
+    def _give(self, call: _Call, message: bytes) -> None:
+        if call.error is not None:
+            return
+        try:
+            call.take(message)
+        except Exception as error:  # noqa: BLE001 - raised again where the call was made
+            call.error = error
+            call.stir()
+            return
+        if call.eager:
+            self.took(call, len(message))
+        else:
+            call.stir()
 
     async def _write(self) -> None:
         try:
@@ -174,10 +206,10 @@ class _Session:
     def _end(self, why: str) -> None:
         self.ended = True
         self.out.close()
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
+        for call in self._calls.values():
             call.broken = call.broken or why
             call.stir()
+        self._calls.clear()
 
     async def close(self) -> None:
         self._stream.cancel()
@@ -202,34 +234,54 @@ class Caller:
         self._session: _Session | None = None
         self._former: set[asyncio.Task[None]] = set()
 
+    async def run(
+        self, request: bytes, timeout_s: float, take: Take, metadata: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """Give take each serialized response as it comes; return at the end of the call.
+
+        Cancelling cancels the call, and so does what take raises, which is raised here.
+        """
+        session = self._session_for(request)
+        call = session.open(request, timeout_s, metadata, take, eager=True)
+        timer = asyncio.get_running_loop().call_later(timeout_s, call.expire)
+        try:
+            while not call.over:
+                await call.news()
+            if call.error is not None:
+                raise call.error
+            self._check(call)
+        finally:
+            timer.cancel()
+            session.leave(call)
+
     async def call(
         self, request: bytes, timeout_s: float, metadata: Iterable[tuple[str, str]] = ()
     ) -> AsyncGenerator[bytes, None]:
         """Yield the serialized responses; closing early cancels the call."""
-        if self._closed:
-            raise self._failed(CallFailed(None, "UNAVAILABLE"))
-        if len(request) > PAYLOAD_BYTES:
-            raise self._failed(CallFailed(None, "RESOURCE_EXHAUSTED"))
-        session = self._current()
-        call = session.open(request, timeout_s, metadata)
+        session = self._session_for(request)
+        messages: deque[bytes] = deque()
+        call = session.open(request, timeout_s, metadata, messages.append, eager=False)
         timer = asyncio.get_running_loop().call_later(timeout_s, call.expire)
-        messages = call.messages
         try:
             while True:
                 while messages:
                     message = messages.popleft()
                     session.took(call, len(message))
                     yield message
-                if call.status is not None:
-                    if call.status:
-                        raise self._failed(CallFailed(status_pb2.Status.FromString(call.status)))
-                    return
-                if call.broken:
-                    raise self._failed(CallFailed(None, call.broken))
+                if call.over:
+                    break
                 await call.news()
+            self._check(call)
         finally:
             timer.cancel()
             session.leave(call)
+
+    def _check(self, call: _Call) -> None:
+        """Raise what a call that is over failed of."""
+        if call.status:
+            raise self._failed(CallFailed(status_pb2.Status.FromString(call.status)))
+        if call.status is None:
+            raise self._failed(CallFailed(None, call.broken))
 
     async def close(self) -> None:
         """End the stream; calls on it break, and so do later ones."""
@@ -239,7 +291,12 @@ class Caller:
         if self._former:
             await asyncio.wait(self._former)
 
-    def _current(self) -> _Session:
+    def _session_for(self, request: bytes) -> _Session:
+        """Return the stream that is to carry a request."""
+        if self._closed:
+            raise self._failed(CallFailed(None, "UNAVAILABLE"))
+        if len(request) > PAYLOAD_BYTES:
+            raise self._failed(CallFailed(None, "RESOURCE_EXHAUSTED"))
         session = self._session
         if session is None or session.ended:
             if session is not None:
