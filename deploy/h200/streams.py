@@ -2,9 +2,9 @@
 
     python streams.py ROUTER DIRECT_ROUTER VOCABULARY OUT.json [TOKENS]
 
-Per leg: STREAMS answers of LENGTH tokens stream at once, and TURNS second turns of TOKENS tokens arrive among
-them, EVERY_S seconds apart. The leg "alone" has no such turns. Told are the streams' time per token (TPOT) and
-their gaps, and the turns' TTFT, which is here that of a busy D.
+Per leg: STREAMS answers of LENGTH tokens stream at once, and TURNS second turns of TOKENS tokens arrive
+among them, EVERY_S seconds apart. The leg "alone" has no such turns. Told are the streams' time per token
+(TPOT) and their gaps, and the turns' TTFT, which is here that of a busy D.
 """
 
 import asyncio
