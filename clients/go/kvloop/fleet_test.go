@@ -68,7 +68,7 @@ func TestAConversationOnAFleet(t *testing.T) {
 	})
 	history = append(history, 7, 8, 9)
 	_, second := say(t, session, history, ttl)
-	if second.GetReuse().GetTokens().GetReadback() == 0 {
+	if tokens := second.GetReuse().GetTokens(); tokens.GetReadback()+tokens.GetDLocal() == 0 {
 		t.Errorf("second turn: %v", second.GetReuse())
 	}
 	if released, err := session.Close(within(t)); err != nil || !released {
