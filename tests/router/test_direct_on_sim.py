@@ -51,6 +51,21 @@ async def test_direct_turn_after_turn() -> None:
         await fleet.whole()
 
 
+@pytest.mark.parametrize("by_cost", [False, True])
+async def test_a_turn_that_asks_for_it_is_read_back(by_cost: bool) -> None:
+    read_back = router_service_pb2.REUSE_POLICY_READBACK
+    async with sim_fleet(engine=CACHED) as fleet:
+        _, client = await started(fleet, direct=True, by_cost=by_cost)
+        # P has the prompt in its own cache, so the answer must be worth a read.
+        one = await client.say(ids(40), max_tokens=200)
+        prompt = [*ids(40), *one.token_ids, *SUFFIX]
+        answer = await client.same_as_cold(prompt, reuse_policy=read_back)
+        assert answer.way == ("READBACK", "PROVEN")
+        assert answer.reuse.tokens.readback > 0
+        await client.end()
+        await fleet.whole()
+
+
 async def test_a_refusal_is_not_a_failed_attempt() -> None:
     async with sim_fleet(engine=CACHED) as fleet:
         _, client = await started(fleet, direct=True, max_attempts=1)

@@ -34,6 +34,10 @@ class _ReusePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReusePoli
     """Reuse what is proven."""
     REUSE_POLICY_FORBID: _ReusePolicy.ValueType  # 2
     """Recompute."""
+    REUSE_POLICY_READBACK: _ReusePolicy.ValueType  # 3
+    """Have P read back what is proven, though DIRECT be possible or recomputing be faster: for checks and
+    measurements.
+    """
 
 class ReusePolicy(_ReusePolicy, metaclass=_ReusePolicyEnumTypeWrapper):
     """ReusePolicy lets a request forbid reuse, to compare with a cold run."""
@@ -44,6 +48,10 @@ REUSE_POLICY_ALLOW: ReusePolicy.ValueType  # 1
 """Reuse what is proven."""
 REUSE_POLICY_FORBID: ReusePolicy.ValueType  # 2
 """Recompute."""
+REUSE_POLICY_READBACK: ReusePolicy.ValueType  # 3
+"""Have P read back what is proven, though DIRECT be possible or recomputing be faster: for checks and
+measurements.
+"""
 Global___ReusePolicy: _TypeAlias = ReusePolicy  # noqa: Y015
 
 @_typing.final

@@ -196,11 +196,11 @@ class Players:
         """Play turns, fewer when the monotonic time `until` comes first; return how many."""
         waiting, played = deque(talks), 0
 
-        async def client(number: int) -> None:
+        async def client() -> None:
             nonlocal played
             while played < turns and waiting and time.monotonic() < until:
                 mine = waiting.popleft()
-                way = self.ways[(played + number) % len(self.ways)]
+                way = self.ways[played % len(self.ways)]
                 played += 1
                 try:
                     done = await way.play(mine)
@@ -212,8 +212,8 @@ class Players:
                 waiting.append(mine)
 
         async with asyncio.TaskGroup() as clients:
-            for number in range(min(self.at_once, len(talks))):
-                clients.create_task(client(number))
+            for _ in range(min(self.at_once, len(talks))):
+                clients.create_task(client())
         return played
 
 

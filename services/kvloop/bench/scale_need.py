@@ -10,6 +10,7 @@
 A conversation counts while its lease stands: between two turns, for no longer than the lease.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -83,13 +84,13 @@ def needs(found: Measured, assumed: Assumed, gap_s: float) -> dict[str, float]:
     )
     # A router is one process on one core; what it does without turns is off its share.
     own = assumed.used - found.router_idle_ms / 1000
-    routers = turns * turn_ms / 1000 / own if own > 0 else float("inf")
+    routers = turns * turn_ms / 1000 / own if own > 0 else math.inf
     moved = _LEGS * TOKEN_BYTES * assumed.prompt_tokens + 2 * assumed.chunk_bytes * assumed.chunks
     return {
         "gap_s": gap_s,
         "turns_per_s": round(turns),
         "router_cpu_ms_per_turn": round(turn_ms, 3),
-        "routers": -int(-routers // 1),
+        "routers": math.ceil(routers) if math.isfinite(routers) else math.inf,
         "router_gbit_per_s": round(8 * turns * moved / 1e9, 1),
         "store_gb": round(assumed.conversations * found.bytes_per_conversation / 1e9, 2),
         "store_requests_per_s": round(turns * found.store_turn_requests),

@@ -21,6 +21,8 @@ class TurnOptions(TypedDict, total=False):
     priority: int
     reuse: bool
     """False recomputes."""
+    read_back: bool
+    """True has P read back what is proven, though another way be faster."""
     request_id: str
     """Minted when absent."""
     timeout_s: float
@@ -33,7 +35,7 @@ def generate_request(prompt_ids: Sequence[int], options: TurnOptions) -> router_
     Its request_id stands for all tries: of two that meet, the later one takes over. Raises OverflowError for
     ids that are none.
     """
-    reuse = options.get("reuse", True)
+    policy = _Policy.REUSE_POLICY_READBACK if options.get("read_back") else _Policy.REUSE_POLICY_ALLOW
     request = router_service_pb2.GenerateRequest(
         request_id=options.get("request_id") or secrets.token_hex(16),
         parent_conversation_id=options.get("parent_conversation_id", ""),
@@ -41,7 +43,7 @@ def generate_request(prompt_ids: Sequence[int], options: TurnOptions) -> router_
         sampling=options.get("sampling"),
         retention=options.get("retention"),
         priority=options.get("priority"),
-        reuse_policy=_Policy.REUSE_POLICY_ALLOW if reuse else _Policy.REUSE_POLICY_FORBID,
+        reuse_policy=policy if options.get("reuse", True) else _Policy.REUSE_POLICY_FORBID,
     )
     if "max_tokens" in options:
         request.sampling.max_tokens = options["max_tokens"]

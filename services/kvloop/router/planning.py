@@ -109,7 +109,7 @@ def verdict(turn: Turn, tools: Tools) -> None:
             holder=holder,
             expected=expected,
             direct=_direct_limits(turn, settings),
-            costs=costs if settings.by_cost else None,
+            costs=costs if settings.by_cost and not _reads_back_anyway(turn) else None,
         )
         turn.decision = verdicts.decide(question)
         turn.weighed = turn.weighed or Weighed(question, turn.decision, work, rates, costs)
@@ -142,9 +142,13 @@ def _describe(worker: DecodeWorker, entry: lease_pb2.DirectoryEntry, turn: Turn)
 
 
 def _direct_limits(turn: Turn, settings: RouterSettings) -> verdicts.DirectLimits | None:
-    if not settings.direct or turn.direct_refused:
+    if not settings.direct or turn.direct_refused or _reads_back_anyway(turn):
         return None
     return verdicts.DirectLimits(settings.direct_max_suffix, settings.direct_budget_tokens)
+
+
+def _reads_back_anyway(turn: Turn) -> bool:
+    return turn.request.reuse_policy == router_service_pb2.REUSE_POLICY_READBACK
 
 
 def _join(turn: Turn, entry: lease_pb2.DirectoryEntry, expected: verdicts.Expected) -> None:

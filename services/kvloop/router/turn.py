@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
-from kvloop.metastore.registry import WorkerRegistry
 from kvloop.router.admission import Admission
 from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
@@ -30,6 +29,7 @@ from kvloop.v1alpha1 import (
 )
 
 if TYPE_CHECKING:
+    from kvloop.metastore.registry import WorkerRegistry
     from kvloop.router.book import CostBook
     from kvloop.router.canary import Canary
     from kvloop.router.explain import Memory, Weighed
@@ -52,7 +52,7 @@ class Tools:
     admission: Admission
     name: Callable[[], str]
     """Of this router; valid once it listens."""
-    registry: WorkerRegistry | None = None
+    registry: "WorkerRegistry | None" = None
     """None where there is only a directory."""
 
 

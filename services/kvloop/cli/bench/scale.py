@@ -151,9 +151,10 @@ async def _measure(axes: _Axes, effort: "Effort", preset: str, folder: Path) -> 
         shapes["longer"] = await bench.point(1, measure.Shape(prompt_tokens=24_000), effort=fewer)
         shapes["wordier"] = await bench.point(1, measure.Shape(output_tokens=64), effort=fewer)
         at_routers = axes.workers[-2:][0]
-        for count in axes.workers[1:]:
-            await bench.workers_up_to(count)
-            points["workers"].append(await bench.point(1))
+        for count in axes.workers:
+            if count != axes.workers[0]:
+                await bench.workers_up_to(count)
+                points["workers"].append(await bench.point(1))
             if count == at_routers:
                 points["routers"] = [points["workers"][-1]]
                 points["routers"] += [await bench.point(routers) for routers in axes.routers[1:]]

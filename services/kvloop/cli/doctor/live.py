@@ -123,7 +123,9 @@ async def _play(
     sampling = sampling_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     ids: list[int] = []
     summary = turn_pb2.Summary()
-    async for event in client.turn(prompt, conversation_id=conversation, sampling=sampling):
+    # Whether it would pay is not asked here.
+    turn = client.turn(prompt, conversation_id=conversation, sampling=sampling, read_back=True)
+    async for event in turn:
         ids += event.token_ids
         summary = event.summary or summary
     return ids, summary
