@@ -31,6 +31,19 @@ async def test_the_holder_is_found_in_the_registry(store_url: str) -> None:
         await fleet.whole()
 
 
+async def test_a_holder_that_restarted_unnoticed_is_asked() -> None:
+    async with sim_fleet() as fleet:
+        app = await fleet.router(store=fleet.store)
+        client = await fleet.client(app)
+        await client.say(ids(200))
+        info = app.pool.decode[0].info
+        assert info is not None
+        info.epoch = "a former life"
+        assert await client.end()
+        assert await fleet.leases() == 0
+        await fleet.whole()
+
+
 async def test_a_holder_that_the_registry_does_not_know_gets_no_call() -> None:
     async with sim_fleet(decodes=2) as fleet:
         one, other = await apart(fleet)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvloop.router.legs import CHUNK_TAG
-from kvloop.router.relay import Relay, merge
+from kvloop.router.relay import MERGED_BYTES, Relay, merge
 from kvloop.runtime import tokens
 from kvloop.v1alpha1 import decode_service_pb2, router_service_pb2, turn_pb2
 
@@ -89,6 +89,19 @@ async def test_what_piles_up_is_one_chunk_and_the_summary_is_apart() -> None:
     got = [router_service_pb2.GenerateResponse.FromString(raw) for raw in client.got[1:]]
     assert [response.WhichOneof("event") for response in got] == ["chunk", "summary"]
     assert tokens.unpack(got[0].chunk.token_ids) == list(range(1, 100))
+
+
+async def test_what_piles_up_is_never_merged_beyond_what_clients_receive() -> None:
+    relay = Relay()
+    for number in range(5):
+        piece = turn_pb2.Chunk(token_ids=tokens.pack([number]), text="x" * (MERGED_BYTES * 2 // 5))
+        relay.put(router_service_pb2.GenerateResponse(chunk=piece).SerializeToString())
+    relay.finish(summary())
+    client = Client(relay)
+    await asyncio.wait_for(client.reading, 5)
+    chunks = [router_service_pb2.GenerateResponse.FromString(raw).chunk for raw in client.got[:-1]]
+    assert [tokens.unpack(one.token_ids) for one in chunks] == [[0, 1], [2, 3], [4]]
+    assert all(len(raw) <= MERGED_BYTES for raw in client.got)
 
 
 async def test_a_failure_comes_after_what_was_said_before_it_and_the_first_end_stands() -> None:

@@ -403,3 +403,12 @@ async def test_a_message_is_filled_up_to_a_limit() -> None:
     taken = [await within(outbox.take()) for _ in range(4)]
     assert taken == [[0, 1], [2], [3], [4]]
     assert await within(outbox.take()) == []
+
+
+async def test_a_frame_beyond_the_limit_goes_out_when_it_is_the_last() -> None:
+    outbox: Outbox[int] = Outbox()
+    outbox.put(0, 10)
+    outbox.put(1, 2 * BATCH_BYTES)
+    assert [await within(outbox.take()) for _ in range(2)] == [[0], [1]]
+    outbox.put(2, 1)
+    assert await within(outbox.take()) == [2]

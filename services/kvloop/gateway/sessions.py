@@ -60,6 +60,8 @@ class Sessions:
         held = _Held(self._routers, metadata)
         try:
             await asyncio.wait({asking, over}, timeout=_OPEN_S, return_when=asyncio.FIRST_COMPLETED)
+            if over.done() and not asking.done():
+                raise _draining()
             first = asking.result() if asking.done() else None
             opened = await held.open(opening(_opened_by(first)))
             yield Response(opened=opened)

@@ -114,11 +114,12 @@ async def _release(held: _Held, tools: Tools) -> bool:
 @asynccontextmanager
 async def _reach(held: _Held, tools: Tools) -> AsyncIterator[DecodeLink | None]:
     """Yield a link to the holder, or None when it is gone. Failures: DIRECTORY_UNAVAILABLE."""
-    if held.holder is not None:
-        yield None if held.lost else held.holder.link
+    if held.holder is not None and not held.lost:
+        yield held.holder.link
         return
-    # A router that has just started, or knows only some of the workers, still finds it in the registry. The
-    # entry's own address is not trusted: whoever gets a call gets this router's token with it.
+    # A router that has just started, or knows only some of the workers, or what one was before it restarted,
+    # still finds it in the registry. The entry's own address is not trusted: whoever gets a call gets this
+    # router's token with it.
     endpoint = await _announced(held.entry.epoch, tools)
     if endpoint is None:
         yield None

@@ -10,6 +10,9 @@ from collections.abc import Awaitable, Callable
 
 from kvloop.v1alpha1 import router_service_pb2
 
+MERGED_BYTES = 1024 * 1024
+"""A merged chunk's most: gRPC clients receive 4 MiB unless told otherwise."""
+
 
 class Relay:
     """One answer under way. One writer, one reader."""
@@ -47,7 +50,7 @@ class Relay:
         """Write serialized GenerateResponses up to the summary; raise what the answer failed of."""
         while True:
             if self._chunks:
-                waiting, self._chunks = self._chunks, []
+                waiting = self._take()
                 await write(waiting[0] if len(waiting) == 1 else merge(waiting))
             elif self._error is not None:
                 raise self._error
@@ -56,6 +59,15 @@ class Relay:
             else:
                 self._waiter = asyncio.get_running_loop().create_future()
                 await self._waiter
+
+    def _take(self) -> list[bytes]:
+        """Return what goes out as one chunk, no larger than clients receive."""
+        count = size = 0
+        while count < len(self._chunks) and (not count or size + len(self._chunks[count]) <= MERGED_BYTES):
+            size += len(self._chunks[count])
+            count += 1
+        taken, self._chunks = self._chunks[:count], self._chunks[count:]
+        return taken
 
     def _stir(self) -> None:
         waiter, self._waiter = self._waiter, None

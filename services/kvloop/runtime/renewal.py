@@ -55,7 +55,9 @@ class CertificateFiles:
                 self._seen = ()
                 return None
         except (OSError, ValueError) as error:
-            # An SSLError is an OSError.
+            if not isinstance(error, ssl.SSLError):
+                # What keeps files from being read may pass without a trace in their stamps.
+                self._seen = ()
             _log.error("certificate_not_renewed", error=type(error).__name__)
             return None
         _log.info("certificate_renewed")

@@ -5,6 +5,7 @@ over TLS and must have a certificate of that authority, and workers ask the same
 Workers can ask for a token besides, which goes over TLS alone.
 """
 
+import contextlib
 import hmac
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -86,11 +87,13 @@ class Security:
     def load(cls, settings: SecuredSettings) -> "Security":
         """Read the files that settings name. Raises ConfigError."""
         token_file = getattr(settings, "worker_token_file", None)
-        certificate, key = _read("tls_cert", settings.tls_cert), _read("tls_key", settings.tls_key)
-        authority = _read("tls_ca", settings.tls_ca)
         files = None
         if settings.tls_cert is not None and settings.tls_key is not None:
-            files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+            # Looked at before they are read: what is replaced meanwhile counts as changed.
+            with contextlib.suppress(OSError):
+                files = CertificateFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        certificate, key = _read("tls_cert", settings.tls_cert), _read("tls_key", settings.tls_key)
+        authority = _read("tls_ca", settings.tls_ca)
         return cls(
             certificate=certificate,
             key=key,

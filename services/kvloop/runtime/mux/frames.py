@@ -46,7 +46,7 @@ class Outbox(Generic[F]):
             self._frames, self._sizes = [], []
         else:
             total = count = 0
-            while not count or total + self._sizes[count] <= BATCH_BYTES:
+            while count < len(frames) and (not count or total + self._sizes[count] <= BATCH_BYTES):
                 total += self._sizes[count]
                 count += 1
             frames, self._frames, self._sizes = frames[:count], frames[count:], self._sizes[count:]
