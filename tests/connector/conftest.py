@@ -22,8 +22,8 @@ def engine_processes() -> Iterator[dict[str, EngineProcess]]:
     given = os.environ.get("KVLOOP_TEST_MODEL")
     model = Path(given) if given else write_model(folder / "model")
     engines = {
-        "p": EngineProcess(folder, "p", model, "kv_producer"),
-        "plain": EngineProcess(folder, "plain", model, "kv_producer", caching=False),
+        "p": EngineProcess(folder, "p", model, "kv_both"),
+        "plain": EngineProcess(folder, "plain", model, "kv_both", caching=False),
         "d": EngineProcess(folder, "d", model, "kv_consumer", blocks=DECODER_BLOCKS, kvloop_hold_share=0.9),
     }
     yield engines

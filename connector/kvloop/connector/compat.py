@@ -55,6 +55,9 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ValueError("KvloopConnector needs bidirectional_kv_xfer: true")
     if transfer.kv_load_failure_policy != "fail":
         raise ValueError('KvloopConnector needs kv_load_failure_policy "fail"')
+    if vllm_config.max_concurrent_batches > 1 and not transfer.is_kv_consumer:
+        # vLLM would give a cancelled request's blocks to a reader while a step still writes them.
+        raise ValueError('KvloopConnector reads on both sides: kv_role "kv_both" where steps overlap')
     if transfer.get_from_extra_config("kvloop_allow_untested", False):
         return
     parallel = vllm_config.parallel_config
@@ -75,6 +78,13 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             f"KvloopConnector is not tested with: {', '.join(problems)}. "
             "Set kvloop_allow_untested: true in kv_connector_extra_config to try."
         )
+
+
+def is_plain(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Tell whether all layers attend to all tokens, in one kind of blocks, without a draft model's."""
+    groups = kv_cache_config.kv_cache_groups
+    plain = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
+    return plain and vllm_config.speculative_config is None
 
 
 def hash_unit(vllm_config: Any, kv_cache_config: Any) -> int:

@@ -16,8 +16,8 @@ class Orders:
     """Requests to fail without reading: the blocks allocated to them, by request id."""
     notices: list[tuple[str, str]] = field(default_factory=list)
     """(engine, remote request id) of handles that nobody will read."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """(from, to): blocks to copy before the step's forward pass."""
+    copies: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(from, to): blocks to copy before the step's forward pass, by request id."""
     guards_off: frozenset[str] = frozenset()
     stalled: bool = False
     """Whether a test wants reads not to be seen to end."""
@@ -42,12 +42,15 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """By request id."""
     failed: dict[str, Refusal] = field(default_factory=dict)
     """By request id."""
+    copied: set[str] = field(default_factory=set)
+    """Requests whose copies were in a step that is over."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
         """Take in another rank's report."""
         assert isinstance(other, WorkerReport)
         self.notices += other.notices
         self.failed |= other.failed
+        self.copied |= other.copied
         for request_id, read in other.reads.items():
             mine = self.reads.setdefault(request_id, Read())
             mine.ms = max(mine.ms, read.ms)
@@ -56,4 +59,4 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
     def __bool__(self) -> bool:
-        return bool(self.notices or self.reads or self.failed)
+        return bool(self.notices or self.reads or self.failed or self.copied)

@@ -55,8 +55,6 @@ class Turn:
     external: int = 0
     tail: Tail | None = None
     """What goes on in the middle of a held block, at the last look."""
-    copied: int | None = None
-    """The held block that was copied; kept until the request ends."""
     transfer: TransferInfo | None = None
 
 
@@ -95,7 +93,10 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._tails = Tails(self.block_size)
         # Not with vLLM's host buffer, which is not where blocks are computed.
         copies = vllm_config.kv_transfer_config.kv_buffer_device == current_platform.device_type
-        self._copies_tails = copies and self._hash_unit == self.block_size
+        plain = compat.is_plain(vllm_config, kv_cache_config)
+        self._copies_tails = copies and plain and self._hash_unit == self.block_size
+        self._copying: dict[str, int] = {}
+        """Held blocks that are kept until the step which copies them is over, by request id."""
         self._step_for_readers = current_platform.device_type == "cpu"
         self._hooks = Hooks()
         self._weights_version = str(extra("kvloop_weights_version", ""))
@@ -216,7 +217,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         turn.admitted = True
         turn.local = turn.cached
         if turn.tail is not None and num_external_tokens > 0:
-            self._copy_tail(turn, turn.tail, blocks)
+            self._copy_tail(request.request_id, turn, turn.tail, blocks)
             return
         if num_external_tokens <= 0:
             self._decline(request)
@@ -238,15 +239,15 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         prompt = guard.Text(request.prompt_token_ids, request.block_hashes, _scope(request))
         return self._tails.find(prompt, num_computed_tokens)
 
-    def _copy_tail(self, turn: Turn, tail: Tail, blocks: Any) -> None:
+    def _copy_tail(self, request_id: str, turn: Turn, tail: Tail, blocks: Any) -> None:
         """Order the copy of a held block's head into the request's own block."""
         (allocated,) = blocks.get_block_ids()
         target = allocated[turn.cached // self.block_size]
-        # The hold may end, and a peer's data arrive in its block, before the copy has been made.
+        # The hold and the turn may end, and a peer's data arrive in the block, before the copy has been made.
         self._pool.touch([self._pool.blocks[tail.block]])
-        turn.copied = tail.block
+        self._copying[request_id] = tail.block
         turn.local += tail.count
-        self._orders.copies.append((tail.block, target))
+        self._orders.copies[request_id] = (tail.block, target)
 
     def _decline(self, request: Any) -> None:
         """Tell the prefill engine that its blocks are not needed; a lease's reader ends its own pin."""
@@ -286,6 +287,9 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 if (turn := self._turns.get(request_id)) is not None:
                     turn.loading = False
                     turn.transfer = {"ms": read.ms, "bytes": read.bytes, "descriptors": read.descriptors}
+            for request_id in report.copied:
+                if (block := self._copying.pop(request_id, None)) is not None:
+                    self._free([block])
             for request_id, reason in report.failed.items():
                 if (failed := self._failed.get(request_id)) is not None:
                     failed.report["refused"] = failed.turn.refused or reason
@@ -313,8 +317,6 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         turn = self._turns.pop(request.request_id, None)
         if turn is None:
             return False, None
-        if turn.copied is not None:
-            self._free([turn.copied])
         if not turn.admitted:
             self._decline(request)
         hold = self._hold(request, turn, block_ids) if self._wants_hold(request, turn) else None

@@ -49,8 +49,11 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         """Begin the step's reads; fail those that the scheduler side refused."""
         orders: Orders = metadata.kvloop
         self._guards_off, self._stalled = orders.guards_off, orders.stalled
-        for source, target in orders.copies:
+        for source, target in orders.copies.values():
             self._copy_block(source, target)
+        if orders.copies:
+            with self._report_lock:
+                self._worker_report.copied.update(orders.copies)
         super().start_load_kv(metadata)
         for request_id, blocks in orders.refused.items():
             self._invalid_block_ids.put(set(blocks))

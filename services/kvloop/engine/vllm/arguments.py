@@ -76,7 +76,9 @@ def transfer_config(settings: EngineSettings, role: Role, control_path: Path) ->
     return KVTransferConfig(
         kv_connector="KvloopConnector",
         kv_connector_module_path="kvloop.connector.connector",
-        kv_role="kv_producer" if role == "prefill" else "kv_consumer",
+        # P reads, too, and only for engines that may read does vLLM keep a request's blocks until the step
+        # that still writes them is over.
+        kv_role="kv_both" if role == "prefill" else "kv_consumer",
         kv_buffer_device="cpu" if settings.device == "cpu" else "cuda",
         kv_load_failure_policy="fail",
         kv_connector_extra_config=extra,

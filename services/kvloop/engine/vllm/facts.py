@@ -83,7 +83,7 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "backends": settings.backends,
         "transfer_mode": "pull",
         "hash_algorithm": HASH_ALGORITHM,
-        "python": platform.python_version(),
+        "python": platform.python_version_tuple()[:2],
         "hash_seed": env.hash_seed(),
         "weights_version": settings.weights_version,
     }
