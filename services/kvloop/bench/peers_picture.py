@@ -8,6 +8,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvloop.bench.picture_style import DPI, STYLE
+
 # Okabe and Ito's colours, which colour-blind people tell apart.
 _COLOURS = {
     "kvloop": "#0072B2",
@@ -20,25 +22,12 @@ _COLOURS = {
     "prefill-alone": "#000000",
 }
 _CELLS = (("500", "at_once_1"), ("500", "at_once_8"), ("24000", "at_once_1"), ("24000", "at_once_8"))
-_DPI = 150
-_STYLE: Any = {
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-    "svg.hashsalt": "kvloop",
-}
 
 
 def draw(stem: Path, record: Mapping[str, Any]) -> list[Path]:
     """Write the record's picture as stem.png and stem.svg and return the files."""
     files = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(14, 4.8))
         added, cost, ttft = figure.subplots(1, 3)
         _added(added, record["peers"])
@@ -48,7 +37,7 @@ def draw(stem: Path, record: Mapping[str, Any]) -> list[Path]:
         kinds: tuple[tuple[str, Any], ...] = (("png", {"Software": None}), ("svg", {"Date": None}))
         for kind, extra in kinds:
             file = stem.with_suffix(f".{kind}")
-            figure.savefig(file, dpi=_DPI, metadata=extra)
+            figure.savefig(file, dpi=DPI, metadata=extra)
             files.append(file)
     return files
 

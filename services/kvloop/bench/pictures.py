@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvloop.bench.article import TABLES, ArticleTable
+from kvloop.bench.picture_style import DPI, STYLE
 from kvloop.bench.report import lengths_of
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
@@ -32,31 +33,16 @@ _LABELS = {
 }
 _LOG_FROM = 20.0
 """Above this ratio of the largest to the smallest TTFT the axis is logarithmic."""
-_DPI = 150
-_STYLE: Any = {
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.7,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-    "svg.hashsalt": "kvloop",
-    "hatch.linewidth": 0.8,
-}
 
 
 def draw(folder: Path, summary: Mapping[str, Any], titled: str) -> list[Path]:
     """Write ttft and prefill as PNG and SVG and return the files. titled: what was measured, in a line."""
     files = []
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         for name, figure in (("ttft", _ttft(summary, titled)), ("prefill", _prefill(summary, titled))):
             for kind, extra in (("png", {"Software": None}), ("svg", {"Date": None})):
                 file = folder / f"{name}.{kind}"
-                figure.savefig(file, dpi=_DPI, metadata=extra)
+                figure.savefig(file, dpi=DPI, metadata=extra)
                 files.append(file)
     return files
 

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
+from kvloop.bench.picture_style import DPI, STYLE
 from kvloop.bench.scale import AXES, BEGINS_TO_GROW, FLAT
 from kvloop.bench.scale_report import figure as few_digits
 
@@ -35,25 +36,12 @@ _PANELS = (
     ),
 )
 _MARKS = "osD^vP"
-_DPI = 150
-_STYLE: Any = {
-    "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.7,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-}
 
 
 def draw(file: Path, record: Mapping[str, Any]) -> None:
     """Write the picture as PNG."""
     axes_measured = [axis for axis in AXES if len(record["points"].get(axis, ())) > 1]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         sheet = Figure(figsize=(4.6 * max(1, len(axes_measured)) + 3.4, 8.4))
         panels = sheet.subplots(len(_PANELS), max(1, len(axes_measured)), squeeze=False)
         for row, (title, costs) in enumerate(_PANELS):
@@ -71,7 +59,7 @@ def draw(file: Path, record: Mapping[str, Any]) -> None:
             ha="left",
             fontsize=10,
         )
-        sheet.savefig(file, dpi=_DPI, metadata={"Software": None})
+        sheet.savefig(file, dpi=DPI, metadata={"Software": None})
 
 
 def _multiples(found: Mapping[str, Any]) -> list[float]:
