@@ -1,10 +1,21 @@
-"""Legs of many turns on one stream per worker."""
+"""Legs of many turns on one stream per worker, and turns of many clients on one stream to the router."""
 
 import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
+import grpc
+import pytest
 from router_fakes import expected_answer, fake_fleet, until
 
+from kvloop.gateway.routers import Routers
 from kvloop.runtime import tokens
+from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.mux.carrier import Carrier
+from kvloop.v1alpha1 import router_service_pb2
 
 PROMPTS = [[number, *range(60)] for number in range(1, 21)]
 
@@ -85,3 +96,127 @@ async def test_a_client_that_goes_away_takes_only_its_own_turn_off_the_stream() 
         go.set()
         assert (await stays).token_ids == expected_answer(tokens.pack(PROMPTS[0]), 4)
         assert decode.streams == 1
+
+
+async def turn(routers: Routers, number: int, *, max_tokens: int = 8, token: str = "") -> list[int]:
+    """The answer, by a turn on the stream that a gateway's turns share."""
+    request = router_service_pb2.GenerateRequest(
+        conversation_id=f"c{number}", prompt_token_ids=tokens.pack(PROMPTS[number])
+    )
+    request.sampling.max_tokens = max_tokens
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    ids: list[int] = []
+    async with aclosing(routers.generate(request, timeout_s=20, metadata=metadata)) as answers:
+        async for response in answers:
+            ids += tokens.unpack(response.chunk.token_ids)
+    return ids
+
+
+@asynccontextmanager
+async def attached(*endpoints: str) -> AsyncIterator[Routers]:
+    routers = Routers(endpoints)
+    await routers.start()
+    try:
+        yield routers
+    finally:
+        await routers.stop()
+
+
+async def test_turns_share_a_stream_to_the_router_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+    serve = Carrier.serve
+
+    def seen(carrier: Carrier, batches: Any, context: Any) -> Any:
+        opened.append(carrier)
+        return serve(carrier, batches, context)
+
+    async with fake_fleet() as fleet:
+        router = await fleet.router()
+        monkeypatch.setattr(Carrier, "serve", seen)
+        async with attached(router.endpoint) as routers:
+            answers = await asyncio.gather(*(turn(routers, number) for number in range(len(PROMPTS))))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer == expected_answer(tokens.pack(prompt), 8)
+    # The router's own, and one per worker, whose ends run in this process too.
+    assert len(opened) == len(set(opened)) == 3
+
+
+async def test_a_call_on_the_stream_is_refused_as_one_of_its_own() -> None:
+    async with fake_fleet() as fleet:
+        router = await fleet.router()
+        async with attached(router.endpoint) as routers:
+            with pytest.raises(Failure) as caught:
+                await turn(routers, 0, max_tokens=10**6)
+            assert (caught.value.reason, caught.value.field) == (
+                Reason.ERROR_REASON_PROMPT_TOO_LONG,
+                "sampling.max_tokens",
+            )
+            assert len(await turn(routers, 1)) == 8
+
+
+async def test_every_call_on_the_stream_shows_its_own_token(tmp_path: Path) -> None:
+    known = tmp_path / "tokens"
+    known.write_text(f"{hashlib.sha256(b'good').hexdigest()} acme\n", encoding="utf-8")
+    async with fake_fleet() as fleet:
+        router = await fleet.router(tokens_file=known)
+        async with attached(router.endpoint) as routers:
+            assert len(await turn(routers, 0, token="good")) == 8
+            for token in ("", "bad"):
+                with pytest.raises(Failure) as caught:
+                    await turn(routers, 1, token=token)
+                assert caught.value.reason == Reason.ERROR_REASON_UNAUTHENTICATED
+
+
+async def test_leaving_a_turn_on_the_stream_ends_its_legs_alone() -> None:
+    async with fake_fleet() as fleet:
+        router = await fleet.router()
+        go = asyncio.Event()
+
+        async def hang(number: int) -> None:
+            if number:
+                await go.wait()
+
+        decode = fleet.decodes[0]
+        decode.on_chunk = hang
+        async with attached(router.endpoint) as routers:
+            stays, leaves = (asyncio.create_task(turn(routers, number)) for number in (0, 1))
+            await until(lambda: len(decode.requests) == 2, "both second legs")
+            leaves.cancel()
+            await until(lambda: decode.cancelled == 1, "the cancellation")
+            go.set()
+            assert await stays == expected_answer(tokens.pack(PROMPTS[0]), 8)
+
+
+async def test_a_router_that_drains_ends_its_turns_and_the_next_one_takes_over() -> None:
+    async with fake_fleet() as fleet:
+        first, other = await fleet.router(), await fleet.router()
+        go = asyncio.Event()
+
+        async def hang(number: int) -> None:
+            await go.wait()
+
+        fleet.decodes[0].on_chunk = hang
+        async with attached(first.endpoint, other.endpoint) as routers:
+            begun = asyncio.create_task(turn(routers, 0))
+            await until(lambda: first.turns == 1, "the turn")
+            draining = asyncio.create_task(first.drain())
+            client = await fleet.client(first)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await client.say(PROMPTS[0], "refused")
+            later = [asyncio.create_task(turn(routers, number)) for number in (1, 2, 3)]
+            await until(lambda: other.turns == 3, "the later turns")
+            go.set()
+            answers = await asyncio.gather(begun, *later)
+            await draining
+    for number, answer in enumerate(answers):
+        assert answer == expected_answer(tokens.pack(PROMPTS[number]), 8)
+
+
+async def test_turns_move_on_from_a_router_that_is_gone() -> None:
+    async with fake_fleet() as fleet:
+        first, other = await fleet.router(), await fleet.router()
+        async with attached(first.endpoint, other.endpoint) as routers:
+            assert len(await turn(routers, 0)) == 8
+            await first.stop()
+            answers = await asyncio.gather(*(turn(routers, number) for number in range(6)))
+    assert [len(answer) for answer in answers] == [8] * 6

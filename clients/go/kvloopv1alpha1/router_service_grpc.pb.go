@@ -19,6 +19,9 @@ const _ = grpc.SupportPackageIsVersion7
 type RouterServiceClient interface {
 	// Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo.
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (RouterService_GenerateClient, error)
+	// Attach carries many calls of Generate on one stream, for clients with many turns at a time. A call's metadata
+	// may come with the call. A stream that breaks ends all of its calls, as a connection does.
+	Attach(ctx context.Context, opts ...grpc.CallOption) (RouterService_AttachClient, error)
 	// Session holds what is kept of a conversation while its agent is there: as long as the stream is open, leases
 	// outlive their own TTL, up to the decode worker's max_ttl_s after their turn, and unless room is needed.
 	// It carries liveness only. Turns go through Generate, on any router, with a deadline, cancellation and retries
@@ -76,8 +79,39 @@ func (x *routerServiceGenerateClient) Recv() (*GenerateResponse, error) {
 	return m, nil
 }
 
+func (c *routerServiceClient) Attach(ctx context.Context, opts ...grpc.CallOption) (RouterService_AttachClient, error) {
+	stream, err := c.cc.NewStream(ctx, &_RouterService_serviceDesc.Streams[1], "/kvloop.v1alpha1.RouterService/Attach", opts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &routerServiceAttachClient{stream}
+	return x, nil
+}
+
+type RouterService_AttachClient interface {
+	Send(*RouterServiceAttachRequest) error
+	Recv() (*RouterServiceAttachResponse, error)
+	grpc.ClientStream
+}
+
+type routerServiceAttachClient struct {
+	grpc.ClientStream
+}
+
+func (x *routerServiceAttachClient) Send(m *RouterServiceAttachRequest) error {
+	return x.ClientStream.SendMsg(m)
+}
+
+func (x *routerServiceAttachClient) Recv() (*RouterServiceAttachResponse, error) {
+	m := new(RouterServiceAttachResponse)
+	if err := x.ClientStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
 func (c *routerServiceClient) Session(ctx context.Context, opts ...grpc.CallOption) (RouterService_SessionClient, error) {
-	stream, err := c.cc.NewStream(ctx, &_RouterService_serviceDesc.Streams[1], "/kvloop.v1alpha1.RouterService/Session", opts...)
+	stream, err := c.cc.NewStream(ctx, &_RouterService_serviceDesc.Streams[2], "/kvloop.v1alpha1.RouterService/Session", opts...)
 	if err != nil {
 		return nil, err
 	}
@@ -140,6 +174,9 @@ func (c *routerServiceClient) ExplainTurn(ctx context.Context, in *ExplainTurnRe
 type RouterServiceServer interface {
 	// Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo.
 	Generate(*GenerateRequest, RouterService_GenerateServer) error
+	// Attach carries many calls of Generate on one stream, for clients with many turns at a time. A call's metadata
+	// may come with the call. A stream that breaks ends all of its calls, as a connection does.
+	Attach(RouterService_AttachServer) error
 	// Session holds what is kept of a conversation while its agent is there: as long as the stream is open, leases
 	// outlive their own TTL, up to the decode worker's max_ttl_s after their turn, and unless room is needed.
 	// It carries liveness only. Turns go through Generate, on any router, with a deadline, cancellation and retries
@@ -164,6 +201,9 @@ type UnimplementedRouterServiceServer struct {
 
 func (UnimplementedRouterServiceServer) Generate(*GenerateRequest, RouterService_GenerateServer) error {
 	return status.Errorf(codes.Unimplemented, "method Generate not implemented")
+}
+func (UnimplementedRouterServiceServer) Attach(RouterService_AttachServer) error {
+	return status.Errorf(codes.Unimplemented, "method Attach not implemented")
 }
 func (UnimplementedRouterServiceServer) Session(RouterService_SessionServer) error {
 	return status.Errorf(codes.Unimplemented, "method Session not implemented")
@@ -209,6 +249,32 @@ type routerServiceGenerateServer struct {
 
 func (x *routerServiceGenerateServer) Send(m *GenerateResponse) error {
 	return x.ServerStream.SendMsg(m)
+}
+
+func _RouterService_Attach_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(RouterServiceServer).Attach(&routerServiceAttachServer{stream})
+}
+
+type RouterService_AttachServer interface {
+	Send(*RouterServiceAttachResponse) error
+	Recv() (*RouterServiceAttachRequest, error)
+	grpc.ServerStream
+}
+
+type routerServiceAttachServer struct {
+	grpc.ServerStream
+}
+
+func (x *routerServiceAttachServer) Send(m *RouterServiceAttachResponse) error {
+	return x.ServerStream.SendMsg(m)
+}
+
+func (x *routerServiceAttachServer) Recv() (*RouterServiceAttachRequest, error) {
+	m := new(RouterServiceAttachRequest)
+	if err := x.ServerStream.RecvMsg(m); err != nil {
+		return nil, err
+	}
+	return m, nil
 }
 
 func _RouterService_Session_Handler(srv interface{}, stream grpc.ServerStream) error {
@@ -313,6 +379,12 @@ var _RouterService_serviceDesc = grpc.ServiceDesc{
 			StreamName:    "Generate",
 			Handler:       _RouterService_Generate_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "Attach",
+			Handler:       _RouterService_Attach_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
 		},
 		{
 			StreamName:    "Session",

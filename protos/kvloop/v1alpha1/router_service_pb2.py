@@ -23,11 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from kvloop.v1alpha1 import attach_pb2 as kvloop_dot_v1alpha1_dot_attach__pb2
 from kvloop.v1alpha1 import sampling_pb2 as kvloop_dot_v1alpha1_dot_sampling__pb2
 from kvloop.v1alpha1 import turn_pb2 as kvloop_dot_v1alpha1_dot_turn__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$kvloop/v1alpha1/router_service.proto\x12\x0fkvloop.v1alpha1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1ekvloop/v1alpha1/sampling.proto\x1a\x1akvloop/v1alpha1/turn.proto\"\xe6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12\x1e\n\x16parent_conversation_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x06 \x01(\x0c\x12\x31\n\x08sampling\x18\x07 \x01(\x0b\x32\x1f.kvloop.v1alpha1.SamplingParams\x12-\n\tretention\x18\x08 \x01(\x0b\x32\x1a.kvloop.v1alpha1.Retention\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x15\n\x08priority\x18\n \x01(\x05H\x00\x88\x01\x01\x12\x32\n\x0creuse_policy\x18\x0b \x01(\x0e\x32\x1c.kvloop.v1alpha1.ReusePolicyB\x0b\n\t_priority\"q\n\x10GenerateResponse\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.kvloop.v1alpha1.ChunkH\x00\x12+\n\x07summary\x18\x02 \x01(\x0b\x32\x18.kvloop.v1alpha1.SummaryH\x00\x42\x07\n\x05\x65vent\"y\n\x0eSessionRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.kvloop.v1alpha1.SessionOpenH\x00\x12.\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x1d.kvloop.v1alpha1.SessionCloseH\x00\x42\t\n\x07request\"Z\n\x0bSessionOpen\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\x0e\n\x0cSessionClose\"~\n\x0fSessionResponse\x12\x30\n\x06opened\x18\x01 \x01(\x0b\x32\x1e.kvloop.v1alpha1.SessionOpenedH\x00\x12\x30\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x1e.kvloop.v1alpha1.SessionClosedH\x00\x42\x07\n\x05\x65vent\">\n\rSessionOpened\x12-\n\nalive_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\rSessionClosed\x12\x10\n\x08released\x18\x01 \x01(\x08\"e\n\x16\x45ndConversationRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"+\n\x17\x45ndConversationResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"e\n\x16GetConversationRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"D\n\x17GetConversationResponse\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.kvloop.v1alpha1.LeaseInfo\"(\n\x12\x45xplainTurnRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xed\x05\n\x13\x45xplainTurnResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x31\n\x0f\x64\x65\x63ided_verdict\x18\x03 \x01(\x0e\x32\x18.kvloop.v1alpha1.Verdict\x12\x34\n\x0e\x64\x65\x63ided_reason\x18\x04 \x01(\x0e\x32\x1c.kvloop.v1alpha1.ReuseReason\x12%\n\x05reuse\x18\x05 \x01(\x0b\x32\x16.kvloop.v1alpha1.Reuse\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x14\n\x0clease_tokens\x18\x07 \x01(\r\x12\x12\n\nlease_held\x18\x08 \x01(\x08\x12\x16\n\x0ematched_tokens\x18\t \x01(\r\x12\x14\n\x0c\x62\x65low_tokens\x18\n \x01(\r\x12\x18\n\x10threshold_tokens\x18\x0b \x01(\r\x12\x19\n\x11\x64irect_max_suffix\x18\x0c \x01(\r\x12\x1c\n\x14\x64irect_budget_tokens\x18\r \x01(\r\x12\x1f\n\x17\x64irect_tokens_in_flight\x18\x0e \x01(\r\x12\x16\n\x0e\x64irect_refused\x18\x0f \x01(\x08\x12\x0f\n\x07\x62y_cost\x18\x10 \x01(\x08\x12,\n\x05\x63osts\x18\x11 \x01(\x0b\x32\x1d.kvloop.v1alpha1.CostEstimate\x12G\n\ntimings_ms\x18\x12 \x03(\x0b\x32\x33.kvloop.v1alpha1.ExplainTurnResponse.TimingsMsEntry\x12\x10\n\x08\x61ttempts\x18\x13 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x14 \x01(\t\x12\x15\n\rdecode_worker\x18\x15 \x01(\t\x12\x17\n\x0f\x66ound_by_prefix\x18\x16 \x01(\x08\x12\x12\n\nmigrations\x18\x17 \x01(\r\x1a\x30\n\x0eTimingsMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x91\x02\n\x0c\x43ostEstimate\x12\x11\n\tdirect_ms\x18\x01 \x01(\x01\x12\x13\n\x0breadback_ms\x18\x02 \x01(\x01\x12\x14\n\x0crecompute_ms\x18\x03 \x01(\x01\x12\x17\n\x0fprefill_wait_ms\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_wait_ms\x18\x05 \x01(\x01\x12\x15\n\rprefill_terms\x18\x06 \x03(\x01\x12\x14\n\x0c\x64\x65\x63ode_terms\x18\x07 \x03(\x01\x12\x16\n\x0etransfer_terms\x18\x08 \x03(\x01\x12\x15\n\rfirst_step_ms\x18\t \x01(\x01\x12\x17\n\x0f\x62ytes_per_token\x18\n \x01(\x01\x12\x1d\n\x15\x64\x65scriptors_per_token\x18\x0b \x01(\x01*w\n\x0bReusePolicy\x12\x1c\n\x18REUSE_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12REUSE_POLICY_ALLOW\x10\x01\x12\x17\n\x13REUSE_POLICY_FORBID\x10\x02\x12\x19\n\x15REUSE_POLICY_READBACK\x10\x03\x32\xda\x03\n\rRouterService\x12Q\n\x08Generate\x12 .kvloop.v1alpha1.GenerateRequest\x1a!.kvloop.v1alpha1.GenerateResponse0\x01\x12P\n\x07Session\x12\x1f.kvloop.v1alpha1.SessionRequest\x1a .kvloop.v1alpha1.SessionResponse(\x01\x30\x01\x12\x64\n\x0f\x45ndConversation\x12\'.kvloop.v1alpha1.EndConversationRequest\x1a(.kvloop.v1alpha1.EndConversationResponse\x12\x64\n\x0fGetConversation\x12\'.kvloop.v1alpha1.GetConversationRequest\x1a(.kvloop.v1alpha1.GetConversationResponse\x12X\n\x0b\x45xplainTurn\x12#.kvloop.v1alpha1.ExplainTurnRequest\x1a$.kvloop.v1alpha1.ExplainTurnResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$kvloop/v1alpha1/router_service.proto\x12\x0fkvloop.v1alpha1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1ckvloop/v1alpha1/attach.proto\x1a\x1ekvloop/v1alpha1/sampling.proto\x1a\x1akvloop/v1alpha1/turn.proto\"\xe6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x02 \x01(\t\x12\x1e\n\x16parent_conversation_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x06 \x01(\x0c\x12\x31\n\x08sampling\x18\x07 \x01(\x0b\x32\x1f.kvloop.v1alpha1.SamplingParams\x12-\n\tretention\x18\x08 \x01(\x0b\x32\x1a.kvloop.v1alpha1.Retention\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x15\n\x08priority\x18\n \x01(\x05H\x00\x88\x01\x01\x12\x32\n\x0creuse_policy\x18\x0b \x01(\x0e\x32\x1c.kvloop.v1alpha1.ReusePolicyB\x0b\n\t_priority\"q\n\x10GenerateResponse\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.kvloop.v1alpha1.ChunkH\x00\x12+\n\x07summary\x18\x02 \x01(\x0b\x32\x18.kvloop.v1alpha1.SummaryH\x00\x42\x07\n\x05\x65vent\"y\n\x0eSessionRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.kvloop.v1alpha1.SessionOpenH\x00\x12.\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x1d.kvloop.v1alpha1.SessionCloseH\x00\x42\t\n\x07request\"Z\n\x0bSessionOpen\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"\x0e\n\x0cSessionClose\"~\n\x0fSessionResponse\x12\x30\n\x06opened\x18\x01 \x01(\x0b\x32\x1e.kvloop.v1alpha1.SessionOpenedH\x00\x12\x30\n\x06\x63losed\x18\x02 \x01(\x0b\x32\x1e.kvloop.v1alpha1.SessionClosedH\x00\x42\x07\n\x05\x65vent\">\n\rSessionOpened\x12-\n\nalive_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\rSessionClosed\x12\x10\n\x08released\x18\x01 \x01(\x08\"e\n\x16\x45ndConversationRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"+\n\x17\x45ndConversationResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"e\n\x16GetConversationRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"D\n\x17GetConversationResponse\x12)\n\x05lease\x18\x01 \x01(\x0b\x32\x1a.kvloop.v1alpha1.LeaseInfo\"(\n\x12\x45xplainTurnRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xed\x05\n\x13\x45xplainTurnResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\x31\n\x0f\x64\x65\x63ided_verdict\x18\x03 \x01(\x0e\x32\x18.kvloop.v1alpha1.Verdict\x12\x34\n\x0e\x64\x65\x63ided_reason\x18\x04 \x01(\x0e\x32\x1c.kvloop.v1alpha1.ReuseReason\x12%\n\x05reuse\x18\x05 \x01(\x0b\x32\x16.kvloop.v1alpha1.Reuse\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x14\n\x0clease_tokens\x18\x07 \x01(\r\x12\x12\n\nlease_held\x18\x08 \x01(\x08\x12\x16\n\x0ematched_tokens\x18\t \x01(\r\x12\x14\n\x0c\x62\x65low_tokens\x18\n \x01(\r\x12\x18\n\x10threshold_tokens\x18\x0b \x01(\r\x12\x19\n\x11\x64irect_max_suffix\x18\x0c \x01(\r\x12\x1c\n\x14\x64irect_budget_tokens\x18\r \x01(\r\x12\x1f\n\x17\x64irect_tokens_in_flight\x18\x0e \x01(\r\x12\x16\n\x0e\x64irect_refused\x18\x0f \x01(\x08\x12\x0f\n\x07\x62y_cost\x18\x10 \x01(\x08\x12,\n\x05\x63osts\x18\x11 \x01(\x0b\x32\x1d.kvloop.v1alpha1.CostEstimate\x12G\n\ntimings_ms\x18\x12 \x03(\x0b\x32\x33.kvloop.v1alpha1.ExplainTurnResponse.TimingsMsEntry\x12\x10\n\x08\x61ttempts\x18\x13 \x01(\r\x12\x16\n\x0eprefill_worker\x18\x14 \x01(\t\x12\x15\n\rdecode_worker\x18\x15 \x01(\t\x12\x17\n\x0f\x66ound_by_prefix\x18\x16 \x01(\x08\x12\x12\n\nmigrations\x18\x17 \x01(\r\x1a\x30\n\x0eTimingsMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x91\x02\n\x0c\x43ostEstimate\x12\x11\n\tdirect_ms\x18\x01 \x01(\x01\x12\x13\n\x0breadback_ms\x18\x02 \x01(\x01\x12\x14\n\x0crecompute_ms\x18\x03 \x01(\x01\x12\x17\n\x0fprefill_wait_ms\x18\x04 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_wait_ms\x18\x05 \x01(\x01\x12\x15\n\rprefill_terms\x18\x06 \x03(\x01\x12\x14\n\x0c\x64\x65\x63ode_terms\x18\x07 \x03(\x01\x12\x16\n\x0etransfer_terms\x18\x08 \x03(\x01\x12\x15\n\rfirst_step_ms\x18\t \x01(\x01\x12\x17\n\x0f\x62ytes_per_token\x18\n \x01(\x01\x12\x1d\n\x15\x64\x65scriptors_per_token\x18\x0b \x01(\x01\"H\n\x1aRouterServiceAttachRequest\x12*\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1a.kvloop.v1alpha1.CallFrame\"K\n\x1bRouterServiceAttachResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.kvloop.v1alpha1.AnswerFrame*w\n\x0bReusePolicy\x12\x1c\n\x18REUSE_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12REUSE_POLICY_ALLOW\x10\x01\x12\x17\n\x13REUSE_POLICY_FORBID\x10\x02\x12\x19\n\x15REUSE_POLICY_READBACK\x10\x03\x32\xc3\x04\n\rRouterService\x12Q\n\x08Generate\x12 .kvloop.v1alpha1.GenerateRequest\x1a!.kvloop.v1alpha1.GenerateResponse0\x01\x12g\n\x06\x41ttach\x12+.kvloop.v1alpha1.RouterServiceAttachRequest\x1a,.kvloop.v1alpha1.RouterServiceAttachResponse(\x01\x30\x01\x12P\n\x07Session\x12\x1f.kvloop.v1alpha1.SessionRequest\x1a .kvloop.v1alpha1.SessionResponse(\x01\x30\x01\x12\x64\n\x0f\x45ndConversation\x12\'.kvloop.v1alpha1.EndConversationRequest\x1a(.kvloop.v1alpha1.EndConversationResponse\x12\x64\n\x0fGetConversation\x12\'.kvloop.v1alpha1.GetConversationRequest\x1a(.kvloop.v1alpha1.GetConversationResponse\x12X\n\x0b\x45xplainTurn\x12#.kvloop.v1alpha1.ExplainTurnRequest\x1a$.kvloop.v1alpha1.ExplainTurnResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,40 +37,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXPLAINTURNRESPONSE_TIMINGSMSENTRY']._loaded_options = None
   _globals['_EXPLAINTURNRESPONSE_TIMINGSMSENTRY']._serialized_options = b'8\001'
-  _globals['_REUSEPOLICY']._serialized_start=2474
-  _globals['_REUSEPOLICY']._serialized_end=2593
-  _globals['_GENERATEREQUEST']._serialized_start=150
-  _globals['_GENERATEREQUEST']._serialized_end=508
-  _globals['_GENERATERESPONSE']._serialized_start=510
-  _globals['_GENERATERESPONSE']._serialized_end=623
-  _globals['_SESSIONREQUEST']._serialized_start=625
-  _globals['_SESSIONREQUEST']._serialized_end=746
-  _globals['_SESSIONOPEN']._serialized_start=748
-  _globals['_SESSIONOPEN']._serialized_end=838
-  _globals['_SESSIONCLOSE']._serialized_start=840
-  _globals['_SESSIONCLOSE']._serialized_end=854
-  _globals['_SESSIONRESPONSE']._serialized_start=856
-  _globals['_SESSIONRESPONSE']._serialized_end=982
-  _globals['_SESSIONOPENED']._serialized_start=984
-  _globals['_SESSIONOPENED']._serialized_end=1046
-  _globals['_SESSIONCLOSED']._serialized_start=1048
-  _globals['_SESSIONCLOSED']._serialized_end=1081
-  _globals['_ENDCONVERSATIONREQUEST']._serialized_start=1083
-  _globals['_ENDCONVERSATIONREQUEST']._serialized_end=1184
-  _globals['_ENDCONVERSATIONRESPONSE']._serialized_start=1186
-  _globals['_ENDCONVERSATIONRESPONSE']._serialized_end=1229
-  _globals['_GETCONVERSATIONREQUEST']._serialized_start=1231
-  _globals['_GETCONVERSATIONREQUEST']._serialized_end=1332
-  _globals['_GETCONVERSATIONRESPONSE']._serialized_start=1334
-  _globals['_GETCONVERSATIONRESPONSE']._serialized_end=1402
-  _globals['_EXPLAINTURNREQUEST']._serialized_start=1404
-  _globals['_EXPLAINTURNREQUEST']._serialized_end=1444
-  _globals['_EXPLAINTURNRESPONSE']._serialized_start=1447
-  _globals['_EXPLAINTURNRESPONSE']._serialized_end=2196
-  _globals['_EXPLAINTURNRESPONSE_TIMINGSMSENTRY']._serialized_start=2148
-  _globals['_EXPLAINTURNRESPONSE_TIMINGSMSENTRY']._serialized_end=2196
-  _globals['_COSTESTIMATE']._serialized_start=2199
-  _globals['_COSTESTIMATE']._serialized_end=2472
-  _globals['_ROUTERSERVICE']._serialized_start=2596
-  _globals['_ROUTERSERVICE']._serialized_end=3070
+  _globals['_REUSEPOLICY']._serialized_start=2655
+  _globals['_REUSEPOLICY']._serialized_end=2774
+  _globals['_GENERATEREQUEST']._serialized_start=180
+  _globals['_GENERATEREQUEST']._serialized_end=538
+  _globals['_GENERATERESPONSE']._serialized_start=540
+  _globals['_GENERATERESPONSE']._serialized_end=653
+  _globals['_SESSIONREQUEST']._serialized_start=655
+  _globals['_SESSIONREQUEST']._serialized_end=776
+  _globals['_SESSIONOPEN']._serialized_start=778
+  _globals['_SESSIONOPEN']._serialized_end=868
+  _globals['_SESSIONCLOSE']._serialized_start=870
+  _globals['_SESSIONCLOSE']._serialized_end=884
+  _globals['_SESSIONRESPONSE']._serialized_start=886
+  _globals['_SESSIONRESPONSE']._serialized_end=1012
+  _globals['_SESSIONOPENED']._serialized_start=1014
+  _globals['_SESSIONOPENED']._serialized_end=1076
+  _globals['_SESSIONCLOSED']._serialized_start=1078
+  _globals['_SESSIONCLOSED']._serialized_end=1111
+  _globals['_ENDCONVERSATIONREQUEST']._serialized_start=1113
+  _globals['_ENDCONVERSATIONREQUEST']._serialized_end=1214
+  _globals['_ENDCONVERSATIONRESPONSE']._serialized_start=1216
+  _globals['_ENDCONVERSATIONRESPONSE']._serialized_end=1259
+  _globals['_GETCONVERSATIONREQUEST']._serialized_start=1261
+  _globals['_GETCONVERSATIONREQUEST']._serialized_end=1362
+  _globals['_GETCONVERSATIONRESPONSE']._serialized_start=1364
+  _globals['_GETCONVERSATIONRESPONSE']._serialized_end=1432
+  _globals['_EXPLAINTURNREQUEST']._serialized_start=1434
+  _globals['_EXPLAINTURNREQUEST']._serialized_end=1474
+  _globals['_EXPLAINTURNRESPONSE']._serialized_start=1477
+  _globals['_EXPLAINTURNRESPONSE']._serialized_end=2226
+  _globals['_EXPLAINTURNRESPONSE_TIMINGSMSENTRY']._serialized_start=2178
+  _globals['_EXPLAINTURNRESPONSE_TIMINGSMSENTRY']._serialized_end=2226
+  _globals['_COSTESTIMATE']._serialized_start=2229
+  _globals['_COSTESTIMATE']._serialized_end=2502
+  _globals['_ROUTERSERVICEATTACHREQUEST']._serialized_start=2504
+  _globals['_ROUTERSERVICEATTACHREQUEST']._serialized_end=2576
+  _globals['_ROUTERSERVICEATTACHRESPONSE']._serialized_start=2578
+  _globals['_ROUTERSERVICEATTACHRESPONSE']._serialized_end=2653
+  _globals['_ROUTERSERVICE']._serialized_start=2777
+  _globals['_ROUTERSERVICE']._serialized_end=3356
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvloop.v1alpha1 import attach_pb2 as _attach_pb2
 from kvloop.v1alpha1 import sampling_pb2 as _sampling_pb2
 from kvloop.v1alpha1 import turn_pb2 as _turn_pb2
 import builtins as _builtins
@@ -658,3 +659,51 @@ class CostEstimate(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CostEstimate: _TypeAlias = CostEstimate  # noqa: Y015
+
+@_typing.final
+class RouterServiceAttachRequest(_message.Message):
+    """RouterServiceAttachRequest holds what was ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[_attach_pb2.CallFrame]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[_attach_pb2.CallFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterServiceAttachRequest: _TypeAlias = RouterServiceAttachRequest  # noqa: Y015
+
+@_typing.final
+class RouterServiceAttachResponse(_message.Message):
+    """RouterServiceAttachResponse holds what was ready."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedCompositeFieldContainer[_attach_pb2.AnswerFrame]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        frames: _abc.Iterable[_attach_pb2.AnswerFrame] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterServiceAttachResponse: _TypeAlias = RouterServiceAttachResponse  # noqa: Y015

@@ -41,6 +41,11 @@ class RouterServiceStub:
                 request_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.stream_stream(
+                '/kvloop.v1alpha1.RouterService/Attach',
+                request_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.RouterServiceAttachRequest.SerializeToString,
+                response_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.RouterServiceAttachResponse.FromString,
+                _registered_method=True)
         self.Session = channel.stream_stream(
                 '/kvloop.v1alpha1.RouterService/Session',
                 request_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.SessionRequest.SerializeToString,
@@ -70,6 +75,14 @@ class RouterServiceServicer:
 
     def Generate(self, request, context):
         """Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request_iterator, context):
+        """Attach carries many calls of Generate on one stream, for clients with many turns at a time. A call's metadata
+        may come with the call. A stream that breaks ends all of its calls, as a connection does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,6 +130,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateRequest.FromString,
                     response_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=kvloop_dot_v1alpha1_dot_router__service__pb2.RouterServiceAttachRequest.FromString,
+                    response_serializer=kvloop_dot_v1alpha1_dot_router__service__pb2.RouterServiceAttachResponse.SerializeToString,
             ),
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
@@ -168,6 +186,33 @@ class RouterService:
             '/kvloop.v1alpha1.RouterService/Generate',
             kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateRequest.SerializeToString,
             kvloop_dot_v1alpha1_dot_router__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvloop.v1alpha1.RouterService/Attach',
+            kvloop_dot_v1alpha1_dot_router__service__pb2.RouterServiceAttachRequest.SerializeToString,
+            kvloop_dot_v1alpha1_dot_router__service__pb2.RouterServiceAttachResponse.FromString,
             options,
             channel_credentials,
             insecure,

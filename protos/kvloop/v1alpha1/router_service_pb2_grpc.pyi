@@ -37,6 +37,10 @@ class RouterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_router_service_pb2.GenerateRequest, _router_service_pb2.GenerateResponse]
     """Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+    Attach: _grpc.StreamStreamMultiCallable[_router_service_pb2.RouterServiceAttachRequest, _router_service_pb2.RouterServiceAttachResponse]
+    """Attach carries many calls of Generate on one stream, for clients with many turns at a time. A call's metadata
+    may come with the call. A stream that breaks ends all of its calls, as a connection does.
+    """
     Session: _grpc.StreamStreamMultiCallable[_router_service_pb2.SessionRequest, _router_service_pb2.SessionResponse]
     """Session holds what is kept of a conversation while its agent is there: as long as the stream is open, leases
     outlive their own TTL, up to the decode worker's max_ttl_s after their turn, and unless room is needed.
@@ -63,6 +67,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_router_service_pb2.GenerateRequest, _router_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+    Attach: _aio.StreamStreamMultiCallable[_router_service_pb2.RouterServiceAttachRequest, _router_service_pb2.RouterServiceAttachResponse]  # type: ignore[assignment]
+    """Attach carries many calls of Generate on one stream, for clients with many turns at a time. A call's metadata
+    may come with the call. A stream that breaks ends all of its calls, as a connection does.
+    """
     Session: _aio.StreamStreamMultiCallable[_router_service_pb2.SessionRequest, _router_service_pb2.SessionResponse]  # type: ignore[assignment]
     """Session holds what is kept of a conversation while its agent is there: as long as the stream is open, leases
     outlive their own TTL, up to the decode worker's max_ttl_s after their turn, and unless room is needed.
@@ -92,6 +100,16 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_router_service_pb2.GenerateResponse], _abc.AsyncIterator[_router_service_pb2.GenerateResponse]]:
         """Generate serves one turn. A deadline is required. Failures are statuses with one ErrorInfo."""
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _MaybeAsyncIterator[_router_service_pb2.RouterServiceAttachRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_router_service_pb2.RouterServiceAttachResponse], _abc.AsyncIterator[_router_service_pb2.RouterServiceAttachResponse]]:
+        """Attach carries many calls of Generate on one stream, for clients with many turns at a time. A call's metadata
+        may come with the call. A stream that breaks ends all of its calls, as a connection does.
+        """
 
     @_abc_1.abstractmethod
     def Session(

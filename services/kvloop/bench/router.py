@@ -104,10 +104,10 @@ async def first_chunks(
     return samples
 
 
-def added(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return by how much the router's percentiles are later than those of calling P and D directly."""
+def added(samples: Mapping[str, Sequence[float]], way: str = "router") -> dict[str, float]:
+    """Return by how much a way's percentiles are later than those of calling P and D directly."""
     return {
-        name: round(percentile(samples["router"], share) - percentile(samples["direct"], share), 3)
+        name: round(percentile(samples[way], share) - percentile(samples["direct"], share), 3)
         for name, share in (("p50", 0.5), ("p99", 0.99))
     }
 

@@ -1,6 +1,6 @@
 """Turns for measuring a router: through it, past it, and through a pass-through that does nothing else.
 
-All three ways have the workers do the same work: a regenerated turn of a conversation whose last turn left a
+All ways have the workers do the same work: a regenerated turn of a conversation whose last turn left a
 lease, which P is told to read. The router finds that out by itself; the other ways are told here. Answers are
 taken as raw bytes, so that the client costs as little as it can.
 """
@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvloop.runtime.channels import open_channel
+from kvloop.runtime.mux.caller import Caller, CallFailed
 from kvloop.runtime.tokens import pack
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     lease_pb2,
     prefill_service_pb2,
     router_service_pb2,
+    router_service_pb2_grpc,
     sampling_pb2,
     turn_pb2,
 )
@@ -91,33 +93,69 @@ class Way(Protocol):
         ...
 
 
-class ThroughRouter:
-    """RouterService.Generate."""
+class _Asking:
+    """What both ways through a router have in common: the requests."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = open_channel(endpoint)
-        self._generate: Any = self._channel.unary_stream(GENERATE)
         self._requests: dict[str, bytes] = {}
 
-    async def play(self, talk: Talk) -> Played:
-        """See Way."""
+    def _request(self, talk: Talk) -> bytes:
         request = self._requests.get(talk.conversation_id)
         if request is None:
             message = router_service_pb2.GenerateRequest(
                 conversation_id=talk.conversation_id, prompt_token_ids=talk.prompt, sampling=talk.sampling
             )
             request = self._requests[talk.conversation_id] = message.SerializeToString()
-        begun = time.perf_counter()
-        first_ms, chunks, last = await _read(
-            self._generate(request, timeout=TIMEOUT_S, wait_for_ready=True), begun
-        )
+        return request
+
+    @staticmethod
+    def _played(talk: Talk, read: tuple[float, int, bytes]) -> Played:
+        first_ms, chunks, last = read
         summary = router_service_pb2.GenerateResponse.FromString(last).summary
         _check(summary.output_tokens, talk)
         return Played(first_ms, chunks)
 
+
+class ThroughRouter(_Asking):
+    """RouterService.Generate, all turns on one stream: as the gateway asks."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        stub: Any = router_service_pb2_grpc.RouterServiceStub(self._channel)
+        self._caller = Caller(stub.Attach, router_service_pb2.RouterServiceAttachRequest, _turn_lost)
+
+    async def play(self, talk: Talk) -> Played:
+        """See Way."""
+        request, begun = self._request(talk), time.perf_counter()
+        return self._played(talk, await _read(self._caller.call(request, TIMEOUT_S), begun))
+
+    async def close(self) -> None:
+        """See Way."""
+        await self._caller.close()
+        await self._channel.close()
+
+
+class ThroughRouterByCall(_Asking):
+    """RouterService.Generate, a call for each turn."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._generate: Any = self._channel.unary_stream(GENERATE)
+
+    async def play(self, talk: Talk) -> Played:
+        """See Way."""
+        request, begun = self._request(talk), time.perf_counter()
+        call = self._generate(request, timeout=TIMEOUT_S, wait_for_ready=True)
+        return self._played(talk, await _read(call, begun))
+
     async def close(self) -> None:
         """See Way."""
         await self._channel.close()
+
+
+def _turn_lost(failed: CallFailed) -> Exception:
+    return TurnLost(failed.code or "a turn failed")
 
 
 class _Told:

@@ -227,7 +227,7 @@ class RouterEngineClient:
                     yield answer.end(response.summary)
         finally:
             here.running -= 1
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     def _ended(self, here: Exchange, summary: turn_pb2.Summary, answer: Answer, *, remember: bool) -> None:
         here.summaries.append(summary)

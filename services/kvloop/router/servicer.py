@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import grpc
 
@@ -12,6 +13,7 @@ from kvloop.router.sessions import Sessions
 from kvloop.router.turn import Tools, Turn
 from kvloop.runtime import tracing
 from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.mux.carrier import Carrier
 from kvloop.runtime.servicing import Context, stream, time_left_s, unary, written
 from kvloop.v1alpha1 import router_service_pb2
 
@@ -25,6 +27,11 @@ class RouterServicer:
         self._tools = tools
         self._authenticator = authenticator
         self._sessions = Sessions(tools)
+        self._carrier = Carrier(
+            self.Generate,
+            router_service_pb2.GenerateRequest,
+            router_service_pb2.RouterServiceAttachResponse,
+        )
         self._running: set[asyncio.Task[None]] = set()
         self._newest: dict[tuple[str, str], tuple[asyncio.Task[None], Relay]] = {}
         self._idle = asyncio.Event()
@@ -48,6 +55,11 @@ class RouterServicer:
                 "Generate": grpc.unary_stream_rpc_method_handler(
                     self.Generate,
                     request_deserializer=router_service_pb2.GenerateRequest.FromString,
+                ),
+                "Attach": grpc.stream_stream_rpc_method_handler(
+                    self.Attach,
+                    request_deserializer=router_service_pb2.RouterServiceAttachRequest.FromString,
+                    response_serializer=router_service_pb2.RouterServiceAttachResponse.SerializeToString,
                 ),
                 "Session": grpc.stream_stream_rpc_method_handler(
                     self.Session,
@@ -95,6 +107,15 @@ class RouterServicer:
             task.cancel()
 
     @stream
+    async def Attach(  # noqa: N802
+        self, requests: AsyncIterator[router_service_pb2.RouterServiceAttachRequest], context: Context
+    ) -> AsyncIterator[router_service_pb2.RouterServiceAttachResponse]:
+        """Carry many calls of Generate."""
+        async with aclosing(self._carrier.serve(requests, context)) as batches:
+            async for batch in batches:
+                yield batch
+
+    @stream
     async def Session(  # noqa: N802
         self, requests: AsyncIterator[router_service_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[router_service_pb2.SessionResponse]:
@@ -125,8 +146,7 @@ class RouterServicer:
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new turns; return when the running ones have ended, or after limit_s."""
-        self._tools.admission.close()
-        self._sessions.end()
+        self._close()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -135,13 +155,18 @@ class RouterServicer:
 
     async def stop(self) -> None:
         """Cancel what still runs. Idempotent."""
-        self._tools.admission.close()
-        self._sessions.end()
+        self._close()
         running = set(self._running)
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running)
+
+    def _close(self) -> None:
+        """Let nothing in any more."""
+        self._tools.admission.close()
+        self._sessions.end()
+        self._carrier.drain()
 
     def _tenant(self, context: Context) -> str:
         return self._authenticator.tenant(context.invocation_metadata() or ())

@@ -26,6 +26,7 @@ _BLOCK = 128
 # A busy machine gets fewer samples rather than more time.
 _FIRST_CHUNKS_S = 45.0
 _CPU_S = 120.0
+_BY_CALL = "router, a call a turn"
 
 
 def make_command() -> Any:
@@ -188,14 +189,16 @@ async def _measure(plan: _Plan) -> dict[str, Any]:
 async def _instant(plan: _Plan, folder: Path) -> dict[str, Any]:
     """Measure what needs engines that take no time."""
     from kvloop.bench import router as measure
-    from kvloop.bench.router_traffic import PastRouter, ThroughRouter, Way
+    from kvloop.bench.router_traffic import PastRouter, ThroughRouter, ThroughRouterByCall, Way
 
     async with _stand("instant", folder) as stand, AsyncExitStack() as stack:
         through = ThroughRouter(stand.fleet.endpoint("router-0"))
         stack.push_async_callback(through.close)
         past = PastRouter(stand.workers)
         stack.push_async_callback(past.close)
-        ways: dict[str, Way] = {"router": through, "direct": past}
+        by_call = ThroughRouterByCall(stand.fleet.endpoint("router-0"))
+        stack.push_async_callback(by_call.close)
+        ways: dict[str, Way] = {"router": through, _BY_CALL: by_call, "direct": past}
         firsts = {}
         for name, tokens in (("24k", measure.LONG), ("500", measure.SHORT)):
             say(f"first chunk, {name} tokens")
@@ -210,6 +213,9 @@ async def _instant(plan: _Plan, folder: Path) -> dict[str, Any]:
     rss = memory.pop("samples")
     return {
         "added_first_chunk_ms": {name: measure.added(samples) for name, samples in firsts.items()},
+        "added_first_chunk_ms_by_call": {
+            name: measure.added(samples, _BY_CALL) for name, samples in firsts.items()
+        },
         "first_chunk_ms": {name: measure.median_ms(samples) for name, samples in firsts.items()},
         "lookups_per_turn": asked["commands"].get("lookup", 0) / asked["turns"],
         "store_commands": asked,
@@ -221,7 +227,7 @@ async def _instant(plan: _Plan, folder: Path) -> dict[str, Any]:
 async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
     """Measure CPU on engines that give a token every 20 ms."""
     from kvloop.bench import router as measure
-    from kvloop.bench.router_traffic import PassedThrough, ThroughRouter, Way
+    from kvloop.bench.router_traffic import PassedThrough, ThroughRouter, ThroughRouterByCall, Way
 
     async with (
         _stand("paced", folder) as stand,
@@ -229,14 +235,14 @@ async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
         _vllm_router(plan.vllm_router, folder) as peers,
         AsyncExitStack() as stack,
     ):
-        through, passed = (
-            ThroughRouter(stand.fleet.endpoint("router-0")),
-            PassedThrough(stand.workers, endpoint),
-        )
-        stack.push_async_callback(through.close)
-        stack.push_async_callback(passed.close)
+        door = stand.fleet.endpoint("router-0")
+        through, by_call = ThroughRouter(door), ThroughRouterByCall(door)
+        passed = PassedThrough(stand.workers, endpoint)
+        for made in (through, by_call, passed):
+            stack.push_async_callback(made.close)
         ways: dict[str, tuple[Way, Process]] = {
             "router": (through, stand.router),
+            _BY_CALL: (by_call, stand.router),
             "pass-through": (passed, passing),
         }
         say(f"CPU, 500 tokens, {plan.turns:,} turns each way")
@@ -251,8 +257,10 @@ async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
     long_each = {name: round(measure.per_turn_ms(long, name), 3) for name in ways | peers}
     return {
         "cpu_per_turn_vs_passthrough": round(each["router"] / each["pass-through"], 3),
+        "cpu_per_turn_by_call_vs_passthrough": round(each[_BY_CALL] / each["pass-through"], 3),
         "cpu_per_turn_ms": {"500": each, "24k": long_each},
         "chunks_per_cpu_second": round(measure.chunks_per_cpu_second(short, "router")),
+        "chunks_per_cpu_second_by_call": round(measure.chunks_per_cpu_second(short, _BY_CALL)),
         "chunks_per_turn": {name: round(measure.chunks_per_turn(short, name), 1) for name in ways},
         "vllm_router": "measured" if peers else "not installed",
         "turns_per_cpu_second": {name: round(1000 / spent) for name, spent in long_each.items()},

@@ -6,8 +6,9 @@ stream breaks, its calls are cancelled.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import grpc
@@ -42,7 +43,11 @@ class _Aborted(grpc.aio.AbortError):
 class CallContext:
     """What a method knows of its call; the rest is the stream's."""
 
-    def __init__(self, stream: Any, frame: attach_pb2.CallOpen) -> None:
+    def __init__(
+        self, stream: Any, frame: attach_pb2.CallOpen, write: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        """Take the stream's context, how the call began, and what sends a serialized answer."""
+        self.write = write
         self._stream = stream
         self._deadline = asyncio.get_running_loop().time() + frame.left_time.ToNanoseconds() / 1e9
         self._metadata = tuple(frame.metadata.items())
@@ -155,7 +160,7 @@ class _Stream:
     async def _serve(self, number: int, opened: attach_pb2.CallOpen, room: _Room) -> None:
         status = status_pb2.Status()
         try:
-            context = CallContext(self._context, opened)
+            context = CallContext(self._context, opened, partial(self._write, number, room))
             async with asyncio.timeout(max(0.0, context.time_remaining())):
                 await self._carry(number, opened.request, context, room)
         except _Aborted as aborted:
@@ -179,12 +184,17 @@ class _Stream:
         parsed = self._carrier.parse(request)
         answers = self._carrier.method(parsed, context)
         if not hasattr(answers, "__anext__"):
-            self._send(number, (await answers).SerializeToString(), room)
+            # None: the method has written its answers itself.
+            if (answer := await answers) is not None:
+                self._send(number, answer.SerializeToString(), room)
             return
         async with aclosing(answers):
             async for answer in answers:
-                self._send(number, answer.SerializeToString(), room)
-                await room.wait()
+                await self._write(number, room, answer.SerializeToString())
+
+    async def _write(self, number: int, room: _Room, message: bytes) -> None:
+        self._send(number, message, room)
+        await room.wait()
 
     def _send(self, number: int, message: bytes, room: _Room) -> None:
         if len(message) > PAYLOAD_BYTES:
@@ -197,7 +207,7 @@ class _Stream:
 
 
 class Carrier:
-    """Serves attached streams by one method, unary or answering with a stream."""
+    """Serves attached streams by one method: unary, streaming, or one that writes its answers itself."""
 
     def __init__(
         self, method: Callable[[Any, Any], Any], request: type[Any], make_batch: Callable[..., Any]
