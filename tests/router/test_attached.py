@@ -2,8 +2,11 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import grpc
 import pytest
 from router_fakes import expected_answer, fake_fleet, until
 
+from kvloop.gateway.resolving import addresses
 from kvloop.gateway.routers import Routers
 from kvloop.runtime import tokens
+from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.mux.carrier import Carrier
 from kvloop.v1alpha1 import router_service_pb2
@@ -113,8 +118,8 @@ async def turn(routers: Routers, number: int, *, max_tokens: int = 8, token: str
 
 
 @asynccontextmanager
-async def attached(*endpoints: str) -> AsyncIterator[Routers]:
-    routers = Routers(endpoints)
+async def attached(*endpoints: str, streams: int = 1) -> AsyncIterator[Routers]:
+    routers = Routers(endpoints, streams=streams)
     await routers.start()
     try:
         yield routers
@@ -220,3 +225,138 @@ async def test_turns_move_on_from_a_router_that_is_gone() -> None:
             await first.stop()
             answers = await asyncio.gather(*(turn(routers, number) for number in range(6)))
     assert [len(answer) for answer in answers] == [8] * 6
+
+
+class Balancer:
+    """Sends each stream to the next router, and none to one that is out."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._channels = deque(open_channel(endpoint) for endpoint in endpoints)
+        self.streams: list[int] = []
+        self.turns = 0
+        self.out: set[int] = set()
+
+    async def start(self) -> str:
+        self._server = grpc.aio.server()
+        both = {
+            name: grpc.stream_stream_rpc_method_handler(partial(self._pass, name))
+            for name in ("Attach", "Generate")
+        }
+        service = "kvloop.v1alpha1.RouterService"
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, both),))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+        for channel in self._channels:
+            await channel.close()
+
+    async def _pass(self, name: str, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self.turns += name == "Generate"
+        ready = [number for number in range(len(self._channels)) if number not in self.out]
+        chosen = ready[len(self.streams) % len(ready)]
+        self.streams.append(chosen)
+        ask: Any = self._channels[chosen].stream_stream(f"/kvloop.v1alpha1.RouterService/{name}")
+        async for answer in ask(requests):
+            yield answer
+
+
+@asynccontextmanager
+async def balancing(*endpoints: str) -> AsyncIterator[tuple[Balancer, str]]:
+    balancer = Balancer(endpoints)
+    door = await balancer.start()
+    try:
+        yield balancer, door
+    finally:
+        await balancer.stop()
+
+
+async def test_several_streams_reach_several_routers_behind_a_balancer() -> None:
+    async with fake_fleet() as fleet:
+        apps = [await fleet.router() for _ in range(3)]
+        async with (
+            balancing(*(app.endpoint for app in apps)) as (balancer, door),
+            attached(door, streams=3) as routers,
+        ):
+            answers = await asyncio.gather(*(turn(routers, number) for number in range(9)))
+            assert (sorted(balancer.streams), balancer.turns) == ([0, 1, 2], 0)
+    assert [len(answer) for answer in answers] == [8] * 9
+
+
+async def test_behind_a_balancer_turns_leave_the_stream_of_a_router_that_drains() -> None:
+    async with fake_fleet() as fleet:
+        first, other = await fleet.router(), await fleet.router()
+        go = asyncio.Event()
+
+        async def hang(number: int) -> None:
+            await go.wait()
+
+        fleet.decodes[0].on_chunk = hang
+        async with balancing(first.endpoint, other.endpoint) as (balancer, door), attached(door) as routers:
+            begun = asyncio.create_task(turn(routers, 0))
+            await until(lambda: first.turns == 1, "the turn")
+            balancer.out.add(0)
+            draining = asyncio.create_task(first.drain())
+            client = await fleet.client(first)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await client.say(PROMPTS[0], "refused")
+            later = asyncio.create_task(turn(routers, 1))
+            await until(lambda: other.turns == 1, "the later turn")
+            go.set()
+            assert [len(answer) for answer in await asyncio.gather(begun, later)] == [8, 8]
+            await draining
+            assert balancer.streams == [0, 1]
+
+
+async def test_all_routers_behind_a_name_are_met_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_fleet() as fleet:
+        apps = [await fleet.router() for _ in range(2)]
+        behind = [app.endpoint for app in apps]
+
+        async def addresses(endpoint: str) -> tuple[str, ...]:
+            return tuple(behind)
+
+        monkeypatch.setattr("kvloop.gateway.routers.addresses", addresses)
+        monkeypatch.setattr("kvloop.gateway.routers._RESOLVE_EVERY_S", 0.02)
+        go = asyncio.Event()
+
+        async def hang(number: int) -> None:
+            await go.wait()
+
+        fleet.decodes[0].on_chunk = hang
+        async with attached("routers.example:7600") as routers:
+            begun = [asyncio.create_task(turn(routers, number)) for number in range(2)]
+            await until(lambda: [app.turns for app in apps] == [1, 1], "a turn at each")
+            del behind[0]
+            await until(lambda: len(set(routers.in_turn())) == 1, "the name's news")
+            begun += [asyncio.create_task(turn(routers, number)) for number in (2, 3)]
+            await until(lambda: [app.turns for app in apps] == [1, 3], "the rest at the other")
+            go.set()
+            answers = await asyncio.gather(*begun)
+    for number, answer in enumerate(answers):
+        assert answer == expected_answer(tokens.pack(PROMPTS[number]), 8)
+
+
+@pytest.mark.parametrize(
+    ("found", "meant"),
+    [
+        ([("10.0.0.2", 2), ("10.0.0.1", 2)], ("10.0.0.1:7600", "10.0.0.2:7600")),
+        ([("10.0.0.2", 2)], ("routers.example:7600",)),
+        ([("10.0.0.2", 2), ("fd00::2", 10)], ("routers.example:7600",)),
+        ([("fd00::2", 10), ("fd00::1", 10), ("10.0.0.2", 2)], ("[fd00::1]:7600", "[fd00::2]:7600")),
+        ([], ()),
+    ],
+)
+async def test_a_name_stands_for_its_addresses(
+    monkeypatch: pytest.MonkeyPatch, found: list[tuple[str, int]], meant: tuple[str, ...]
+) -> None:
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        assert (host, port) == ("routers.example", 7600)
+        if not found:
+            raise socket.gaierror
+        return [(family, socket.SOCK_STREAM, 6, "", (address, port)) for address, family in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    assert await addresses("routers.example:7600") == meant

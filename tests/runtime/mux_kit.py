@@ -53,6 +53,8 @@ class Worker(decode_service_pb2_grpc.DecodeServiceServicer):
         self.calls: dict[str, Answering] = {}
         self.cancelled: set[str] = set()
         self.streams = 0
+        self.ended = 0
+        """Streams that are over."""
         self._made: list[decode_service_pb2.DecodeServiceAttachResponse] = []
         self.carrier = Carrier(self.Decode, decode_service_pb2.DecodeRequest, self._batch)
 
@@ -82,9 +84,12 @@ class Worker(decode_service_pb2_grpc.DecodeServiceServicer):
     @stream
     async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.streams += 1
-        async with aclosing(self.carrier.serve(request_iterator, context)) as batches:
-            async for batch in batches:
-                yield batch
+        try:
+            async with aclosing(self.carrier.serve(request_iterator, context)) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self.ended += 1
 
     BeginRead = EndRead = ReleaseLease = ListLeases = GetInfo = None  # type: ignore[assignment]
 

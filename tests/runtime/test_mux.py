@@ -77,6 +77,35 @@ async def test_leaving_early_cancels_that_call_alone() -> None:
         assert r.worker.streams == 1
 
 
+async def test_a_renewed_stream_takes_later_calls_and_the_old_one_ends_with_its_last() -> None:
+    go = asyncio.Event()
+    async with rig(waiting_for(go)) as r:
+        first = r.caller.stream
+        stays = asyncio.create_task(r.texts("stays"))
+        await until(lambda: sum(r.worker.batches) == 1, "its first chunk")
+        r.caller.renew(first)
+        later = asyncio.create_task(r.texts("later"))
+        await until(lambda: r.worker.streams == 2, "the second stream")
+        # Who failed of the first stream has no reason to leave the second.
+        r.caller.renew(first)
+        third = asyncio.create_task(r.texts("third"))
+        await until(lambda: len(r.worker.calls) == 3, "all calls")
+        assert (r.worker.streams, r.worker.ended) == (2, 0)
+        go.set()
+        assert await within(asyncio.gather(stays, later, third)) == [[b"first", b"second"]] * 3
+        await until(lambda: r.worker.ended == 1, "the first stream's end")
+
+
+async def test_closing_ends_calls_on_former_streams_too() -> None:
+    async with rig(for_ever) as r:
+        call = r.call("old")
+        assert text_of(await within(anext(call))) == b"first"
+        r.caller.renew(r.caller.stream)
+        await within(r.caller.close())
+        with pytest.raises(Failed):
+            await within(anext(call))
+
+
 async def test_messages_are_handed_on_as_they_come() -> None:
     go = asyncio.Event()
     async with rig(waiting_for(go)) as r:

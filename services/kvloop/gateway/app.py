@@ -67,7 +67,7 @@ class GatewayApp:
             listener.close()
             raise ConfigError(f"model: {error}") from None
         self._tracing = tracing.configure(settings, "gateway")
-        self._routers = Routers(settings.router_endpoints, security)
+        self._routers = Routers(settings.router_endpoints, security, settings.router_streams)
         await self._routers.start()
         metrics = Metrics()
         history = History(base.renderer, settings, metrics)

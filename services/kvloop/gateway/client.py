@@ -10,7 +10,8 @@ from kvloop.gateway.exchange import Exchange
 from kvloop.gateway.history import History
 from kvloop.gateway.metrics import Metrics
 from kvloop.gateway.outputs import Answer
-from kvloop.gateway.routers import Metadata, Routers
+from kvloop.gateway.router import Metadata
+from kvloop.gateway.routers import Routers
 from kvloop.gateway.sampling import tell_reasoning, to_proto
 from kvloop.gateway.settings import GatewaySettings
 from kvloop.runtime import tokens, tracing

@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 
-from kvloop.gateway.routers import Metadata, Routers, failure_of
+from kvloop.gateway.router import Metadata, Router, failure_of
+from kvloop.gateway.routers import Routers
 from kvloop.runtime.errors import Failure, Reason, invalid
 from kvloop.runtime.servicing import check_parsed
 from kvloop.v1alpha1 import chat_service_pb2 as pb
@@ -97,13 +98,15 @@ class _Held:
     async def open(self, opening: router_service_pb2.SessionOpen) -> router_service_pb2.SessionOpened:
         """Open it at the first router that takes it. Raises the Failure of the last one asked."""
         self._opening = opening
-        for left in reversed(range(len(self._routers))):
+        failure = _lost()
+        for router in self._routers.in_turn():
             try:
-                return await self._open_once()
-            except Failure as failure:
-                if not left or failure.code not in _PASSING:
-                    raise
-        raise _lost()
+                return await self._open_at(router)
+            except Failure as failed:
+                failure = failed
+                if failure.code not in _PASSING:
+                    break
+        raise failure
 
     def keep(self) -> "asyncio.Task[bool]":
         """Return the task that keeps it open; it ends with its close, or with the Failure that ended it."""
@@ -164,10 +167,10 @@ class _Held:
                     break
         raise failure
 
-    async def _open_once(self) -> router_service_pb2.SessionOpened:
+    async def _open_at(self, router: Router) -> router_service_pb2.SessionOpened:
         if self._call is not None:
             self._call.cancel()
-        self._call = call = self._routers.session(self._metadata)
+        self._call = call = router.stub.Session(metadata=self._metadata)
         try:
             async with asyncio.timeout(_OPEN_S):
                 await call.write(router_service_pb2.SessionRequest(open=self._opening))

@@ -20,7 +20,11 @@ class GatewaySettings(SecuredSettings, TracedSettings):
     chat_listen: str = "127.0.0.1:7700"
     """host:port of ChatService (gRPC), as listen; "" leaves it out."""
     router: str = "127.0.0.1:7600"
-    """host:port of RouterService; several, separated by commas, share the turns."""
+    """host:port of RouterService; several, separated by commas, share the turns, and so do all the addresses
+    of a name."""
+    router_streams: int = Field(1, ge=1, le=64)
+    """Streams that carry the turns to each of them. Behind a balancer, which sends each to some router, take
+    several."""
     model: str = Field(SMOLLM2, min_length=1)
     """Hugging Face name, path, or "smollm2" for the fetched checkpoint. Only its configuration, tokenizer and
     chat template are read."""

@@ -133,9 +133,12 @@ class Security:
         shown = grpc.metadata_call_credentials(_ShowToken(self.tokens))
         return grpc.composite_channel_credentials(credentials, shown)
 
-    def channel(self, endpoint: str) -> grpc.aio.Channel:
-        """Return a channel to host:port. Connects on first use."""
-        return open_channel(endpoint, self.channel_credentials(), server_name=self.server_name)
+    def channel(self, endpoint: str, name: str = "") -> grpc.aio.Channel:
+        """Return a channel to host:port. Connects on first use.
+
+        name: whose certificate is expected there, unless the settings say so.
+        """
+        return open_channel(endpoint, self.channel_credentials(), server_name=self.server_name or name)
 
 
 PLAIN = Security()

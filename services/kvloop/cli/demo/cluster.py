@@ -82,7 +82,12 @@ async def _run(record: "ClusterRecord", folder: Path, *, turns: int, deploy: Pat
         gateway = await stack.enter_async_context(
             Gateway(
                 folder,
-                {"router": balanced, "max_model_len": _MAX_MODEL_LEN, "trace_file": str(folder / _SPANS)},
+                {
+                    "router": balanced,
+                    "router_streams": len(fleet.names("router")),
+                    "max_model_len": _MAX_MODEL_LEN,
+                    "trace_file": str(folder / _SPANS),
+                },
                 _GATEWAY_READY_S,
             )
         )

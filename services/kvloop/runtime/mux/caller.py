@@ -8,7 +8,7 @@ least, or takes them at its own pace (call), which holds up its own source alone
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,6 +118,8 @@ class _Session:
         self._numbers = itertools.count(1)
         self.out: Outbox[Fill] = Outbox()
         self.ended = False
+        self._idle = asyncio.Event()
+        """Set whenever the last call under way is over."""
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     def open(
@@ -150,8 +152,15 @@ class _Session:
             call.untold = 0
 
     def leave(self, call: _Call) -> None:
-        if self._calls.pop(call.number, None) is not None and call.status is None:
-            self.out.put(_cancelled(call.number))
+        if call.number in self._calls:
+            self._forget(call)
+            if call.status is None:
+                self.out.put(_cancelled(call.number))
+
+    def _forget(self, call: _Call) -> None:
+        del self._calls[call.number]
+        if not self._calls:
+            self._idle.set()
 
     async def _read(self) -> None:
         why = "UNAVAILABLE"
@@ -167,7 +176,7 @@ class _Session:
                         self._give(call, message)
                     else:
                         call.status = frame.status
-                        del calls[call.number]
+                        self._forget(call)
                         call.stir()
         except grpc.aio.AioRpcError as error:
             why = error.code().name
@@ -210,6 +219,14 @@ class _Session:
             call.broken = call.broken or why
             call.stir()
         self._calls.clear()
+        self._idle.set()
+
+    async def finish(self) -> None:
+        """Close once the calls under way are over."""
+        while self._calls:
+            self._idle.clear()
+            await self._idle.wait()
+        await self.close()
 
     async def close(self) -> None:
         self._stream.cancel()
@@ -232,7 +249,9 @@ class Caller:
         self._failed = failed
         self._closed = False
         self._session: _Session | None = None
-        self._former: set[asyncio.Task[None]] = set()
+        self._former: dict[asyncio.Task[None], _Session] = {}
+        self._opened = 0
+        """Streams so far."""
 
     async def run(
         self, request: bytes, timeout_s: float, take: Take, metadata: Iterable[tuple[str, str]] = ()
@@ -283,13 +302,32 @@ class Caller:
         if call.status is None:
             raise self._failed(CallFailed(None, call.broken))
 
+    @property
+    def stream(self) -> int:
+        """Return the number of the stream over which a call goes that is made now."""
+        return self._opened + (self._session is None or self._session.ended)
+
+    def renew(self, stream: int) -> None:
+        """Have later calls go over a new stream, if this one is still in use; calls under way end on it."""
+        if self._session is not None and self._opened == stream:
+            self._retire(self._session, self._session.finish())
+            self._session = None
+
     async def close(self) -> None:
-        """End the stream; calls on it break, and so do later ones."""
+        """End all streams; calls on them break, and so do later ones."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
-        if self._former:
-            await asyncio.wait(self._former)
+        former = dict(self._former)
+        for session in former.values():
+            await session.close()
+        if former:
+            await asyncio.wait(former)
+
+    def _retire(self, session: _Session, ending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(ending)
+        self._former[task] = session
+        task.add_done_callback(lambda done: self._former.pop(done, None))
 
     def _session_for(self, request: bytes) -> _Session:
         """Return the stream that is to carry a request."""
@@ -300,8 +338,7 @@ class Caller:
         session = self._session
         if session is None or session.ended:
             if session is not None:
-                task = asyncio.create_task(session.close())
-                self._former.add(task)
-                task.add_done_callback(self._former.discard)
+                self._retire(session, session.close())
             session = self._session = _Session(self._attach(), self._make_batch)
+            self._opened += 1
         return session
