@@ -16,6 +16,10 @@ def chunk(number: int) -> bytes:
     return decode_service_pb2.DecodeResponse(chunk=piece).SerializeToString()
 
 
+def numbers(raw: bytes) -> list[int]:
+    return tokens.unpack(router_service_pb2.GenerateResponse.FromString(raw).chunk.token_ids)
+
+
 def summary() -> bytes:
     return router_service_pb2.GenerateResponse(summary=turn_pb2.Summary(request_id="r")).SerializeToString()
 
@@ -114,3 +118,38 @@ async def test_a_failure_comes_after_what_was_said_before_it_and_the_first_end_s
     with pytest.raises(ValueError, match="first"):
         await client.reading
     assert client.got == [chunk(1)]
+
+
+async def test_what_is_offered_and_what_is_written_keep_their_order() -> None:
+    relay, got, room = Relay(), [], 2
+    opened = asyncio.Event()
+
+    def offer(answer: bytes) -> bool:
+        nonlocal room
+        if room:
+            room -= 1
+            got.append(answer)
+            return True
+        return False
+
+    async def write(answer: bytes) -> None:
+        got.append(answer)
+        await opened.wait()
+
+    reading = asyncio.create_task(relay.pour(write, offer))
+    await asyncio.sleep(0)
+    for number in range(3):
+        relay.put(chunk(number))
+    await asyncio.sleep(0)
+    for number in range(3, 5):
+        relay.put(chunk(number))
+    # Room again, but what has piled up goes first.
+    room = 5
+    relay.put(chunk(5))
+    opened.set()
+    relay.finish(summary())
+    await reading
+    assert [*map(numbers, got[:-1])] == [[0], [1], [2], [3, 4, 5]]
+    assert got[-1] == summary()
+    relay.put(chunk(6))
+    assert len(got) == 5

@@ -101,7 +101,8 @@ class RouterServicer:
         with tracing.continued(context.invocation_metadata()):
             task = self._start(turn, relay)
         try:
-            await relay.pour(context.write)
+            # Only calls that share a stream have it.
+            await relay.pour(context.write, getattr(context, "offer", None))
         finally:
             # Ends the legs when the client has gone; otherwise the task is done already.
             task.cancel()

@@ -44,10 +44,18 @@ class CallContext:
     """What a method knows of its call; the rest is the stream's."""
 
     def __init__(
-        self, stream: Any, frame: attach_pb2.CallOpen, write: Callable[[bytes], Awaitable[None]]
+        self,
+        stream: Any,
+        frame: attach_pb2.CallOpen,
+        write: Callable[[bytes], Awaitable[None]],
+        offer: Callable[[bytes], bool],
     ) -> None:
-        """Take the stream's context, how the call began, and what sends a serialized answer."""
+        """Take the stream's context, how the call began, and what sends serialized answers.
+
+        write: waits for room after it; offer: sends only where there is room, and says whether it did.
+        """
         self.write = write
+        self.offer = offer
         self._stream = stream
         self._deadline = asyncio.get_running_loop().time() + frame.left_time.ToNanoseconds() / 1e9
         self._metadata = tuple(frame.metadata.items())
@@ -83,10 +91,10 @@ class _Answer(NamedTuple):
 class _Room:
     """How much more of a call's messages may be sent."""
 
-    __slots__ = ("_left", "_more")
+    __slots__ = ("_more", "left")
 
     def __init__(self) -> None:
-        self._left = WINDOW_BYTES
+        self.left = WINDOW_BYTES
         self._more = asyncio.Event()
         self._more.set()
 
@@ -94,13 +102,13 @@ class _Room:
         await self._more.wait()
 
     def sent(self, size: int) -> None:
-        self._left -= size
-        if self._left <= 0:
+        self.left -= size
+        if self.left <= 0:
             self._more.clear()
 
     def taken(self, size: int) -> None:
-        self._left += size
-        if self._left > 0:
+        self.left += size
+        if self.left > 0:
             self._more.set()
 
 
@@ -160,7 +168,8 @@ class _Stream:
     async def _serve(self, number: int, opened: attach_pb2.CallOpen, room: _Room) -> None:
         status = status_pb2.Status()
         try:
-            context = CallContext(self._context, opened, partial(self._write, number, room))
+            write, offer = partial(self._write, number, room), partial(self._offer, number, room)
+            context = CallContext(self._context, opened, write, offer)
             async with asyncio.timeout(max(0.0, context.time_remaining())):
                 await self._carry(number, opened.request, context, room)
         except _Aborted as aborted:
@@ -191,6 +200,11 @@ class _Stream:
         async with aclosing(answers):
             async for answer in answers:
                 await self._write(number, room, answer.SerializeToString())
+
+    def _offer(self, number: int, room: _Room, message: bytes) -> bool:
+        if there_is := room.left > 0:
+            self._send(number, message, room)
+        return there_is
 
     async def _write(self, number: int, room: _Room, message: bytes) -> None:
         self._send(number, message, room)
