@@ -9,7 +9,7 @@ out=clients/go
 [ "${1:-}" != --check ] || { out=$(mktemp -d); trap 'rm -rf "$out"' EXIT; }
 shopt -s nullglob
 protos=()
-for name in errors router_service sampling turn chat chat_service; do   # workers' protos are no client's affair
+for name in errors attach router_service sampling turn chat chat_service; do   # workers' protos are no client's affair
   protos+=(protos/kvloop/v1alpha1/$name.prot[o])
 done
 options=(--go_opt=module=$module --go-grpc_opt=module=$module)

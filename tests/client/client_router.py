@@ -36,6 +36,8 @@ class ScriptedRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.cancelled = asyncio.Event()
         self.sessions: list[router_service_pb2.SessionOpen] = []
         self.session_failures: list[Failure] = []
+        self.hold_sessions = False
+        """Whether sessions are left waiting for their opening."""
         self.break_session = asyncio.Event()
         self.closes = 0
         self.ended: list[str] = []
@@ -62,6 +64,8 @@ class ScriptedRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.sessions.append(opening.open)
         if self.session_failures:
             await _fail(context, self.session_failures.pop(0))
+        if self.hold_sessions:
+            await asyncio.Event().wait()
         opened = router_service_pb2.SessionResponse()
         opened.opened.alive_time.FromSeconds(30)
         yield opened

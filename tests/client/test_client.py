@@ -342,3 +342,39 @@ async def test_a_session_that_is_refused_later_on_fails_no_turn() -> None:
             await until(router, 2)
             assert [event async for event in session.turn(PROMPT)][-1].summary is not None
         assert router.ended == ["c"]
+
+
+async def test_a_session_whose_client_is_closed_meanwhile_is_not_opened() -> None:
+    async with scripted() as router:
+        client = Client(router.endpoint, retry=QUICK)
+        router.hold_sessions = True
+        opening = asyncio.create_task(client.session("c").__aenter__())
+        await until(router, 1)
+        await client.close()
+        async with asyncio.timeout(10):
+            with pytest.raises((CallFailed, RuntimeError)):
+                await opening
+
+
+async def test_what_ends_the_opening_of_a_session_is_told() -> None:
+    async with scripted() as router, Client(router.endpoint) as client:
+        session = client.session("c")
+
+        async def broken(*_asked: object) -> bool:
+            raise ZeroDivisionError
+
+        session._stream = broken  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            with pytest.raises(ZeroDivisionError):
+                await session.__aenter__()
+
+
+async def test_a_closed_client_connects_no_more() -> None:
+    async with scripted() as router:
+        client = Client(router.endpoint)
+        async with client.session("c") as session:
+            await client.close()
+            for asked in (client.end("c"), anext(client.turn(PROMPT)), session.close()):
+                with pytest.raises(RuntimeError, match="closed"):
+                    await asked
+        assert not router.requests

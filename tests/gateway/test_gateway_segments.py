@@ -69,6 +69,7 @@ class Chat:
 
         rendering = asyncio.run(self.cache.render(tenant, text, encode))
         assert rendering.packed() == tokens.pack(rendering.ids)
+        self.cache.accept(tenant)
         return rendering
 
     def decode(self, ids: list[int]) -> str:
@@ -93,11 +94,11 @@ def test_ids_are_the_tokenizers(shared: Chat, conversation: list[tuple[str, str]
 def test_a_tiny_cache_changes_nothing_but_the_work(
     tokenizer: Tokenizer, conversation: list[tuple[str, str]]
 ) -> None:
-    chat = Chat(tokenizer, max_bytes=1500, tenant_bytes=900)
+    chat = Chat(tokenizer, max_bytes=6000, tenant_bytes=3500)
     for tenant in ("a", "b", "c", "a"):
         text = rendered(conversation)
         assert chat.render(text, tenant).ids == chat.plain(text)
-        assert chat.cache.size_bytes <= 1500
+        assert chat.cache.size_bytes <= 6000
 
 
 def test_only_new_messages_are_tokenized(tokenizer: Tokenizer) -> None:
@@ -210,13 +211,12 @@ def test_a_longer_chat_starts_from_the_one_before(tokenizer: Tokenizer) -> None:
     for count in range(1, 31):
         text = rendered(messages[:count])
         assert chat.render(text).ids == chat.plain(text)
-    (tenant,) = chat.cache._tenants.values()
+    tenant = chat.cache._tenants.find("t")
     # One beginning for the whole conversation, however long it was.
     assert len(tenant.beginnings) == 1
     assert tenant.beginnings_bytes == sum(one.size for one in tenant.beginnings.values())
     # It is found although nothing else is left.
     tenant.pieces.clear()
-    tenant.pieces_bytes = 0
     chat.asked.clear()
     text = rendered([*messages, ("assistant", "yes"), ("user", "and?")])
     assert chat.render(text).ids == chat.plain(text)
@@ -231,18 +231,47 @@ def test_a_beginning_of_another_text_is_not_taken(tokenizer: Tokenizer) -> None:
 
 
 def test_the_bounds_hold(tokenizer: Tokenizer) -> None:
-    chat = Chat(tokenizer, max_bytes=20_000, tenant_bytes=8_000)
+    chat = Chat(tokenizer, max_bytes=30_000, tenant_bytes=10_000)
     for tenant in range(6):
         for number in range(30):
             rendering = chat.render(rendered([("user", f"number {number} of {tenant}")]), str(tenant))
             said = chat.plain(f"answer {number}")
             chat.cache.remember(str(tenant), rendering, f"answer {number}", said)
-            assert chat.cache.size_bytes <= 20_000
+            assert chat.cache.size_bytes <= 30_000
 
 
 def test_a_piece_too_large_for_its_share_is_not_kept(tokenizer: Tokenizer) -> None:
-    chat = Chat(tokenizer, tenant_bytes=4_000)
+    chat = Chat(tokenizer, tenant_bytes=6_000)
     text = rendered([("user", "word " * 2_000)])
     assert chat.render(text).ids == chat.plain(text)
-    assert chat.cache.size_bytes < 4_000
+    assert chat.cache.size_bytes < 6_000
     assert chat.render(text).ids == chat.plain(text)
+
+
+async def test_chats_beside_each_other_on_a_tiny_cache(tokenizer: Tokenizer) -> None:
+    cache = SegmentCache(SPECIALS, max_bytes=10_000, tenant_bytes=3_000)
+    cache.accept("t")
+
+    def plain(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    async def at_once(texts: list[str]) -> list[list[int]]:
+        return [plain(text) for text in texts]
+
+    waiting, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(texts: list[str]) -> list[list[int]]:
+        waiting.set()
+        await go_on.wait()
+        return [plain(text) for text in texts]
+
+    await cache.render("t", "known<|im_end|>", at_once)
+    text = "known<|im_start|>new<|im_end|>"
+    slow = asyncio.create_task(cache.render("t", text, late))
+    await waiting.wait()
+    for number in range(30):
+        await cache.render("t", f"another {number}<|im_end|>", at_once)
+    assert "known" not in cache._tenants.find("t").pieces
+    go_on.set()
+    assert (await slow).ids == plain(text)
+    assert cache.size_bytes <= 3_000

@@ -38,6 +38,8 @@ type scripted struct {
 	breaking  chan struct{}
 	cancelled chan struct{}
 	stuck     bool
+	// A session's close is not answered.
+	deaf bool
 }
 
 func serve(t *testing.T, opts ...grpc.ServerOption) *scripted {
@@ -135,6 +137,10 @@ func (s *scripted) Session(stream pb.RouterService_SessionServer) error {
 		}
 	case <-s.breaking:
 		return refusal(codes.Unavailable, ReasonDraining)
+	}
+	if s.deaf {
+		<-stream.Context().Done()
+		return stream.Context().Err()
 	}
 	s.mu.Lock()
 	s.closed++

@@ -82,7 +82,9 @@ func (s *Session) Close(ctx context.Context) (bool, error) {
 	if s.released != nil {
 		return *s.released, nil
 	}
-	// The stream was broken just then; any router can let go.
+	// The stream was broken just then, or took all the time there was; any router can let go.
+	ctx, cancelEnd := context.WithTimeout(detached{ctx}, callTimeout)
+	defer cancelEnd()
 	return s.client.End(ctx, s.conversation)
 }
 
@@ -178,6 +180,13 @@ func (s *Session) stream(ctx context.Context, opened func()) error {
 	}
 	return ended(err)
 }
+
+// detached has the values of a context, but neither its end nor its deadline.
+type detached struct{ context.Context }
+
+func (detached) Deadline() (time.Time, bool) { return time.Time{}, false }
+func (detached) Done() <-chan struct{}       { return nil }
+func (detached) Err() error                  { return nil }
 
 func ended(err error) error {
 	if errors.Is(err, io.EOF) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/codes"
 )
@@ -56,6 +57,20 @@ func TestASessionThatIsBrokenWhenClosedIsEndedByACall(t *testing.T) {
 	router.breaking <- struct{}{}
 	until(t, "a refused stream", func() bool { return router.opened() == 2 })
 	if released, err := session.Close(within(t)); err != nil || !released {
+		t.Error(released, err)
+	}
+	if router.closed != 0 || router.ended != 1 {
+		t.Error(router.closed, router.ended)
+	}
+}
+
+func TestASessionWhoseCloseTakesAllTheTimeIsEndedByACall(t *testing.T) {
+	router := serve(t)
+	router.deaf = true
+	session := open(t, dial(t, []string{router.target}))
+	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+	defer cancel()
+	if released, err := session.Close(ctx); err != nil || !released {
 		t.Error(released, err)
 	}
 	if router.closed != 0 || router.ended != 1 {

@@ -36,6 +36,7 @@ class Routers:
         self._targets = tuple(targets)
         self._credentials, self._server_name = credentials, server_name
         self._routers: list[Router] = []
+        self._closed = False
         self._used = 0
 
     def __len__(self) -> int:
@@ -44,18 +45,21 @@ class Routers:
 
     @property
     def used(self) -> Router:
-        """Return the router in use."""
+        """Return the router in use. Raises RuntimeError once closed."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
         if not self._routers:
             self._routers = [Router(target, self._credentials, self._server_name) for target in self._targets]
         return self._routers[self._used]
 
     def leave(self, router: Router) -> None:
         """Use the next router, unless another call has left this one already."""
-        if router is self.used:
+        if self._routers and router is self._routers[self._used]:
             self._used = (self._used + 1) % len(self._routers)
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
+        self._closed = True
         routers, self._routers = self._routers, []
         for router in routers:
             await router.close()

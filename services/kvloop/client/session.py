@@ -54,6 +54,9 @@ class Session:
         self._opened = asyncio.get_running_loop().create_future()
         self._holding = asyncio.create_task(self._hold(self._opened))
         try:
+            await asyncio.wait({self._opened, self._holding}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._opened.done():
+                raise _outcome(self._holding) or _given_up()
             await self._opened
         except BaseException:
             await self._abandon()
@@ -92,12 +95,17 @@ class Session:
             return False
         holding, self._holding = self._holding, None
         self._closing.set()
-        released: bool | None = None
         try:
-            async with asyncio.timeout(_CLOSE_S):
-                released = await holding
-        except (CallFailed, TimeoutError):
-            pass
+            await asyncio.wait({holding}, timeout=_CLOSE_S)
+        finally:
+            holding.cancel()
+        released: bool | None = None
+        if holding.done():
+            error = _outcome(holding)
+            if error is None:
+                released = holding.result()
+            elif not isinstance(error, CallFailed):
+                raise error
         if released is not None:
             return released
         # The stream was broken just then; any router can let go.
@@ -169,6 +177,16 @@ class Session:
             reading.cancel()
             closing.cancel()
             await asyncio.gather(reading, closing, return_exceptions=True)
+
+
+def _outcome(holding: "asyncio.Task[bool | None]") -> BaseException | None:
+    """Return what a task that is done has failed with."""
+    # A client that is closed cancels its calls, and with them whoever waits for one.
+    return _given_up() if holding.cancelled() else holding.exception()
+
+
+def _given_up() -> CallFailed:
+    return CallFailed(grpc.StatusCode.CANCELLED, "the session was given up", target="")
 
 
 def _said(response: Any, event: str, router: "Router") -> router_service_pb2.SessionResponse:

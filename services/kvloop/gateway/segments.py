@@ -20,21 +20,16 @@ Caches are bounded and kept apart by tenant. Nothing here knows vLLM.
 import hashlib
 import re
 from array import array
-from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from kvloop.gateway.tenants import Answer, Beginning, Tenant, Tenants
 from kvloop.runtime import tokens
 
 Encode = Callable[[list[str]], Awaitable[list[list[int]]]]
 """Token ids of each text, without special tokens added."""
 
-_ENTRY_BYTES = 200
-"""What an entry costs beside its text and ids."""
-_ID_BYTES = 4
 _DIGEST_BYTES = 16
-_LARGEST_SHARE = 4
-"""No entry may take more than a fourth of a tenant's space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,88 +57,6 @@ class Rendering:
         return tokens.pack(self.head) + tokens.pack(self.ids[len(self.head) :])
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Ids of the text from a border to the end of an answer."""
-
-    border: int
-    ids: "array[int]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """A chat up to its last special token."""
-
-    ids: "array[int]"
-    restored_tokens: int
-    digest: "hashlib.blake2b"
-
-    @property
-    def size(self) -> int:
-        return _ENTRY_BYTES + len(self.ids) * _ID_BYTES
-
-
-_Place = tuple[int, bytes]
-"""Where a beginning ends, in characters, and the digest of its text."""
-
-
-@dataclass(slots=True)
-class _Tenant:
-    pieces: "OrderedDict[str, array[int]]" = field(default_factory=OrderedDict)
-    answers: OrderedDict[bytes, _Answer] = field(default_factory=OrderedDict)
-    beginnings: OrderedDict[_Place, _Beginning] = field(default_factory=OrderedDict)
-    lengths: Counter[int] = field(default_factory=Counter)
-    """How many beginnings have a length."""
-    pieces_bytes: int = 0
-    answers_bytes: int = 0
-    beginnings_bytes: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.pieces_bytes + self.answers_bytes + self.beginnings_bytes
-
-    def find(self, text: str, borders: Sequence[int]) -> tuple[int, _Beginning] | None:
-        """Return where the longest known beginning of a text ends, and it; borders: where one may end."""
-        for at in reversed(borders):
-            if at in self.lengths:
-                place = (at, hashlib.blake2b(_bytes(text[:at]), digest_size=_DIGEST_BYTES).digest())
-                known = self.beginnings.get(place)
-                if known is not None:
-                    self.beginnings.move_to_end(place)
-                    return at, known
-        return None
-
-    def keep(self, place: _Place, beginning: _Beginning) -> None:
-        """Keep a beginning."""
-        if place in self.beginnings:
-            return
-        self.beginnings[place] = beginning
-        self.lengths[place[0]] += 1
-        self.beginnings_bytes += beginning.size
-
-    def drop(self, place: _Place) -> None:
-        """Forget a beginning."""
-        beginning = self.beginnings.pop(place, None)
-        if beginning is None:
-            return
-        self.beginnings_bytes -= beginning.size
-        self.lengths[place[0]] -= 1
-        if not self.lengths[place[0]]:
-            del self.lengths[place[0]]
-
-    def drop_oldest(self) -> None:
-        """Forget what has not been used for longest, of the kind that takes most: none starves another."""
-        largest = max(self.pieces_bytes, self.answers_bytes, self.beginnings_bytes)
-        if largest == self.beginnings_bytes:
-            self.drop(next(iter(self.beginnings)))
-        elif largest == self.answers_bytes:
-            _, answer = self.answers.popitem(last=False)
-            self.answers_bytes -= _ENTRY_BYTES + len(answer.ids) * _ID_BYTES
-        else:
-            piece, ids = self.pieces.popitem(last=False)
-            self.pieces_bytes -= _piece_bytes(piece, len(ids))
-
-
 class SegmentCache:
     """Pieces and answers of all tenants, least recently used first out."""
 
@@ -153,64 +66,68 @@ class SegmentCache:
         ordered = sorted(specials, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, ordered)) + ")") if ordered else None
         self._specials = dict(specials)
-        self._max_bytes = max_bytes
-        self._tenant_bytes = min(tenant_bytes, max_bytes)
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants = Tenants(max_bytes=max_bytes, tenant_bytes=tenant_bytes)
 
     @property
     def size_bytes(self) -> int:
         """Return what the caches hold by their own account."""
-        return sum(tenant.size for tenant in self._tenants.values())
+        return self._tenants.size_bytes
 
     async def render(self, tenant: str, text: str, encode: Encode) -> Rendering:
         """Return the token ids of a text; encode is asked for the pieces not seen before."""
-        cache = self._tenant(tenant)
+        cache = self._tenants.find(tenant)
         borders = [cut.end() for cut in self._cut.finditer(text)] if self._cut is not None else []
-        start = cache.find(text, borders)
+        start = _find(cache, text, borders)
         rest = text[start[0] :] if start is not None else text
         pieces = self._cut.split(rest) if self._cut is not None else [rest]
-        missing = {piece: None for piece in pieces[::2] if piece and piece not in cache.pieces}
-        fresh: dict[str, list[int]] = {}
-        if missing:
-            texts = list(missing)
-            fresh = dict(zip(texts, await encode(texts), strict=True))
-        rendering = self._assemble(cache, text, pieces, fresh, start)
+        # Held here, too: other turns of the tenant may push them out while this one waits for the tokenizer.
+        held: dict[str, Sequence[int]] = {}
+        missing: list[str] = []
+        for piece in dict.fromkeys(pieces[::2]):
+            known = cache.pieces.get(piece)
+            if known is not None:
+                cache.pieces.move_to_end(piece)
+                held[piece] = known
+            elif piece:
+                missing.append(piece)
+        fresh = dict(zip(missing, await encode(missing), strict=True)) if missing else {}
+        rendering = self._assemble(cache, text, pieces, held, fresh, start)
         for piece, ids in fresh.items():
-            self._keep_piece(cache, piece, ids)
+            cache.keep_piece(piece, ids)
         self._keep_beginning(cache, rendering, start)
-        self._trim(cache)
-        self._shrink()
+        self._tenants.settle(tenant, cache)
         return rendering
+
+    def accept(self, tenant: str) -> None:
+        """Give a tenant its share of the cache: a router has answered a turn of it."""
+        self._tenants.accept(tenant)
 
     def _assemble(
         self,
-        cache: _Tenant,
+        cache: Tenant,
         text: str,
         pieces: Sequence[str],
+        held: Mapping[str, Sequence[int]],
         fresh: Mapping[str, Sequence[int]],
-        start: tuple[int, _Beginning] | None,
+        start: tuple[int, Beginning] | None,
     ) -> Rendering:
         """Put together what comes after start, a position in the text and the ids up to there."""
         ids: list[int] = []
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         position = restored = 0
         if start is not None:
-            position, known = start
-            ids, digest, restored = known.ids.tolist(), known.digest.copy(), known.restored_tokens
+            position, begun = start
+            ids, digest, restored = begun.ids.tolist(), begun.digest.copy(), begun.restored_tokens
         borders = {position: (len(ids), digest.copy())}
         cached = len(ids) - restored
         for index, piece in enumerate(pieces):
             if index % 2:
                 ids.append(self._specials[piece])
             elif piece:
-                new = fresh.get(piece)
-                if new is None:
-                    held = cache.pieces[piece]
-                    cache.pieces.move_to_end(piece)
-                    cached += len(held)
-                    ids.extend(held)
-                else:
-                    ids.extend(new)
+                known = held.get(piece)
+                if known is not None:
+                    cached += len(known)
+                ids.extend(fresh[piece] if known is None else known)
             digest.update(_bytes(piece))
             position += len(piece)
             if index % 2:
@@ -238,67 +155,41 @@ class SegmentCache:
             return
         digest = rendering.digest.copy()
         digest.update(_bytes(rendering.text[rendering.border :] + answer))
-        cache = self._tenant(tenant)
         ids = array("I", rendering.ids[rendering.border_tokens :])
         ids.extend(answer_ids)
-        size = _ENTRY_BYTES + len(ids) * _ID_BYTES
-        if size > self._tenant_bytes // _LARGEST_SHARE:
-            return
-        key = digest.digest()
-        old = cache.answers.pop(key, None)
-        if old is not None:
-            cache.answers_bytes -= _ENTRY_BYTES + len(old.ids) * _ID_BYTES
-        cache.answers[key] = _Answer(rendering.border, ids)
-        cache.answers_bytes += size
-        self._trim(cache)
-        self._shrink()
-
-    def _tenant(self, name: str) -> _Tenant:
-        cache = self._tenants.get(name)
-        if cache is None:
-            cache = self._tenants[name] = _Tenant()
-        self._tenants.move_to_end(name)
-        return cache
-
-    def _keep_piece(self, cache: _Tenant, piece: str, ids: Sequence[int]) -> None:
-        size = _piece_bytes(piece, len(ids))
-        # Another turn may have brought the same piece while this one waited for the tokenizer.
-        if piece in cache.pieces or size > self._tenant_bytes // _LARGEST_SHARE:
-            return
-        cache.pieces[piece] = array("I", ids)
-        cache.pieces_bytes += size
+        cache = self._tenants.find(tenant)
+        cache.keep_answer(digest.digest(), Answer(rendering.border, ids))
+        self._tenants.settle(tenant, cache)
 
     def _keep_beginning(
-        self, cache: _Tenant, rendering: Rendering, start: tuple[int, _Beginning] | None
+        self, cache: Tenant, rendering: Rendering, start: tuple[int, Beginning] | None
     ) -> None:
         """Keep the chat for its next turn, in place of the one that it has grown from."""
-        if rendering.border_tokens * _ID_BYTES > self._tenant_bytes // _LARGEST_SHARE or not rendering.border:
+        ids, grown_from = array("I"), None
+        if not rendering.border:
             return
-        ids = array("I")
         if start is not None:
             at, known = start
             if at == rendering.border:
                 return
             ids.extend(known.ids)
-            cache.drop((at, known.digest.digest()))
+            grown_from = (at, known.digest.digest())
         ids.extend(rendering.ids[len(ids) : rendering.border_tokens])
-        place = (rendering.border, rendering.digest.digest())
-        cache.keep(place, _Beginning(ids, rendering.restored_tokens, rendering.digest))
+        beginning = Beginning(ids, rendering.restored_tokens, rendering.digest)
+        cache.keep_beginning((rendering.border, rendering.digest.digest()), beginning, grown_from)
 
-    def _trim(self, cache: _Tenant) -> None:
-        while cache.size > self._tenant_bytes:
-            cache.drop_oldest()
 
-    def _shrink(self) -> None:
-        size = self.size_bytes
-        while size > self._max_bytes and len(self._tenants) > 1:
-            _, oldest = self._tenants.popitem(last=False)
-            size -= oldest.size
+def _find(cache: Tenant, text: str, borders: Sequence[int]) -> tuple[int, Beginning] | None:
+    """Return where the longest known beginning of a text ends, and it; borders: where one may end."""
+    for at in reversed(borders):
+        if at in cache.lengths:
+            place = (at, hashlib.blake2b(_bytes(text[:at]), digest_size=_DIGEST_BYTES).digest())
+            known = cache.beginnings.get(place)
+            if known is not None:
+                cache.beginnings.move_to_end(place)
+                return at, known
+    return None
 
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-def _piece_bytes(piece: str, num_ids: int) -> int:
-    return _ENTRY_BYTES + len(piece) + num_ids * _ID_BYTES
