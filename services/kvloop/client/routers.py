@@ -1,4 +1,4 @@
-"""The routers that a client knows: one channel each, one of them in use until it fails."""
+"""The routers, or gateways, that a client knows: one channel each, one of them in use until it fails."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -6,19 +6,21 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvloop.runtime.channels import open_channel
-from kvloop.v1alpha1 import router_service_pb2_grpc
+from kvloop.v1alpha1 import chat_service_pb2_grpc, router_service_pb2_grpc
 
 if TYPE_CHECKING:
     Stub = router_service_pb2_grpc.RouterServiceAsyncStub
+    ChatStub = chat_service_pb2_grpc.ChatServiceAsyncStub
 
 
 class Router:
-    """One router."""
+    """One router, or gateway: the services of both."""
 
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, server_name: str) -> None:
         self.target = target
         self._channel = open_channel(target, credentials, server_name=server_name)
         self.stub: Stub = router_service_pb2_grpc.RouterServiceStub(self._channel)
+        self.chats: ChatStub = chat_service_pb2_grpc.ChatServiceStub(self._channel)
 
     async def close(self) -> None:
         """Close the connection; what goes on over it is cancelled."""
