@@ -1,4 +1,5 @@
-// Package kvloop is a client of kvloop's RouterService.
+// Package kvloop is a client of kvloop's RouterService, for agents with a tokenizer, and of its ChatService (DialChats),
+// for those without.
 //
 //	client, err := kvloop.Dial([]string{"127.0.0.1:7600"})
 //	session, err := client.OpenSession(ctx, kvloop.Conversation{ID: "agent-1"})
@@ -40,7 +41,7 @@ const (
 		"loadBalancingConfig": [{"` + roundrobin.Name + `": {}}],
 		"retryThrottling": {"maxTokens": 100, "tokenRatio": 0.1},
 		"methodConfig": [{
-			"name": [{"service": "kvloop.v1alpha1.RouterService"}],
+			"name": [{"service": "kvloop.v1alpha1.RouterService"}, {"service": "kvloop.v1alpha1.ChatService"}],
 			"retryPolicy": {
 				"maxAttempts": 4,
 				"initialBackoff": "0.2s",
@@ -81,8 +82,16 @@ func WithDialOptions(dial ...grpc.DialOption) Option {
 // Dial returns a client of the routers at some host:port; turns are spread over those that answer. It connects in
 // the background.
 func Dial(targets []string, opts ...Option) (*Client, error) {
+	connection, err := connect(targets, opts)
+	if err != nil {
+		return nil, err
+	}
+	return &Client{connection, pb.NewRouterServiceClient(connection)}, nil
+}
+
+func connect(targets []string, opts []Option) (*grpc.ClientConn, error) {
 	if len(targets) == 0 {
-		return nil, errors.New("kvloop: a client needs a router")
+		return nil, errors.New("kvloop: a client needs a host:port")
 	}
 	var o options
 	for _, opt := range opts {
@@ -100,7 +109,7 @@ func Dial(targets []string, opts ...Option) (*Client, error) {
 	routers := manual.NewBuilderWithScheme("kvloop")
 	routers.InitialState(resolver.State{Addresses: addresses})
 
-	dial := []grpc.DialOption{
+	options := []grpc.DialOption{
 		grpc.WithResolvers(routers),
 		grpc.WithDefaultServiceConfig(serviceConfig),
 		// Routers expect no more than a ping in ten seconds.
@@ -115,18 +124,14 @@ func Dial(targets []string, opts ...Option) (*Client, error) {
 		),
 	}
 	if o.tls != nil {
-		dial = append(dial, grpc.WithTransportCredentials(credentials.NewTLS(o.tls)))
+		options = append(options, grpc.WithTransportCredentials(credentials.NewTLS(o.tls)))
 	} else {
-		dial = append(dial, grpc.WithInsecure())
+		options = append(options, grpc.WithInsecure())
 	}
 	if o.token != "" {
-		dial = append(dial, grpc.WithPerRPCCredentials(bearer{o.token, o.tls != nil}))
+		options = append(options, grpc.WithPerRPCCredentials(bearer{o.token, o.tls != nil}))
 	}
-	connection, err := grpc.Dial("kvloop:///routers", append(dial, o.dial...)...)
-	if err != nil {
-		return nil, err
-	}
-	return &Client{connection, pb.NewRouterServiceClient(connection)}, nil
+	return grpc.Dial("kvloop:///routers", append(options, o.dial...)...)
 }
 
 // Close closes the connections; what is under way is cancelled.
