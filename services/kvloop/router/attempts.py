@@ -6,9 +6,8 @@ and the turn goes through a prefill worker instead.
 """
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvloop.router import verdict as verdicts
 from kvloop.router.costs import compute_features
@@ -142,7 +141,7 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
     request = prefill_request(turn)
     limit = min(turn.time_left_s(), tools.settings.prefill_timeout_s)
     turn.prefill_alone = worker.in_flight == 0
-    with _at_work(worker, _expected_prefill_ms(turn, tools)):
+    with _AtWork(worker, _expected_prefill_ms(turn, tools)):
         try:
             response = await _prefill_call(worker, request, turn.leg_prompt, limit)
         except asyncio.CancelledError:
@@ -288,7 +287,7 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     worker = turn.pair.decode
     turn.decode_alone, turn.decode_started = worker.in_flight == 0, tools.clock.monotonic()
     heard_before = turn.heard
-    with _at_work(worker), turn.timed("decode"):
+    with _AtWork(worker), turn.timed("decode"):
         try:
             limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
             try:
@@ -396,15 +395,21 @@ def _note(turn: Turn, worker: AnyWorker, failed: LegFailed) -> None:
         worker.failed()
 
 
-@contextlib.contextmanager
-def _at_work(worker: AnyWorker, work_ms: float = 0.0) -> Iterator[None]:
-    worker.in_flight += 1
-    worker.pending_ms += work_ms
-    try:
-        yield
-    finally:
-        worker.in_flight -= 1
-        worker.pending_ms = max(0.0, worker.pending_ms - work_ms)
+class _AtWork:
+    """Counts a leg at its worker while it is there. A class, since every leg passes through it."""
+
+    __slots__ = ("_work_ms", "_worker")
+
+    def __init__(self, worker: AnyWorker, work_ms: float = 0.0) -> None:
+        self._worker, self._work_ms = worker, work_ms
+
+    def __enter__(self) -> None:
+        self._worker.in_flight += 1
+        self._worker.pending_ms += self._work_ms
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.in_flight -= 1
+        self._worker.pending_ms = max(0.0, self._worker.pending_ms - self._work_ms)
 
 
 def _model(turn: Turn) -> turn_pb2.ModelRef:

@@ -51,9 +51,20 @@ class CostBook:
         self._handed: dict[str, tuple[float, float]] = {}
         """By group, bytes and descriptors per token of the latest hand-over of a prompt that was all new."""
         self._turns = 0
+        self._rates: dict[tuple[Served, str, str], Rates] = {}
+        """What nothing new has been learnt of since."""
 
     def rates(self, served: Served, prefill: PrefillWorker | None, decode: DecodeWorker | None) -> Rates:
         """Return what a pair needs; workers not known yet are taken for average ones of the group."""
+        key = (served, prefill.name if prefill is not None else "", decode.name if decode is not None else "")
+        known = self._rates.get(key)
+        if known is None:
+            if len(self._rates) >= MAX_ESTIMATORS:
+                self._rates.clear()
+            known = self._rates[key] = self._rates_now(served, prefill, decode)
+        return known
+
+    def _rates_now(self, served: Served, prefill: PrefillWorker | None, decode: DecodeWorker | None) -> Rates:
         group, seeds = _group(served), self._settings
         computing = self._at(f"prefill/{group}", Terms(seeds.seed_compute)).terms
         at_decode = self._at(f"decode/{group}", computing)
@@ -76,7 +87,9 @@ class CostBook:
         if self._turns > EVERY_TURN_UP_TO and self._turns % _LATER_EVERY:
             return
         group = _group(turn.served)
-        self.rates(turn.served, turn.pair.prefill, turn.pair.decode)
+        # Also makes the estimators.
+        self._rates_now(turn.served, turn.pair.prefill, turn.pair.decode)
+        self._rates.clear()
         first_ms = (turn.first_event_at - turn.decode_started) * 1000
         if turn.prefilled is None:
             if turn.decode_alone:
@@ -120,7 +133,9 @@ class CostBook:
             if fresh > 0 and estimator.settled:
                 entry.shared = estimator.count
                 await estimates.merge(name, estimator.terms.values, float(fresh))
-        for name, estimate in (await estimates.read()).items():
+        told = await estimates.read()
+        self._rates.clear()
+        for name, estimate in told.items():
             terms = Terms(estimate.values)
             if min(terms.values) < 0:
                 continue
