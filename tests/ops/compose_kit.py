@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose.yaml"
 # Debian has no valkey-cli; Redis' own speaks the same protocol.
 PROGRAMS = {"valkey-server": str(valkey_binary()), "valkey-cli": "redis-cli"}
-# What the images that are not ours put before a command (their ENTRYPOINT); a script that runs the command as it is
-# counts as nothing.
+# What images that are not ours put before a command (their ENTRYPOINT); a script that runs the command as it
+# is counts as nothing.
 ENTRY_POINTS: dict[str, list[str]] = {
     "valkey/valkey": [],
     "haproxy": [],
