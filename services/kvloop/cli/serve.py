@@ -167,6 +167,10 @@ class _Announced:
         if self._ready_file is not None:
             await asyncio.to_thread(ready.announce, self._ready_file, facts)
 
+    async def lost(self) -> None:
+        lost = getattr(self._app, "lost", None)
+        await (lost() if lost is not None else asyncio.Event().wait())
+
     async def drain(self) -> None:
         await self._app.drain()
 
