@@ -229,7 +229,10 @@ class WorkerLife:
         up = await self._health() == "well"
         self.metrics.put("kvloop_engine_up", value=up)
         if up:
-            watch_engine(self.metrics, await self.engine.pool(), await self.engine.counters())
+            pool = await self.engine.pool()
+            watch_engine(self.metrics, pool, await self.engine.counters())
+            may_hold = self._settings.hold_share * pool.total_blocks
+            self.metrics.put("kvloop_pool_hold_limit_blocks", value=may_hold)
 
     async def _watch_health(self) -> None:
         well = True
