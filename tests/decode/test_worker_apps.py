@@ -11,8 +11,10 @@ from worker_kit import Pair, open_pair, prompt, scope_of, until
 from kvloop.decode.app import DecodeApp
 from kvloop.decode.settings import DecodeSettings
 from kvloop.engine import worker
+from kvloop.engine.settings import Role
 from kvloop.engine.simulated.engine import SimulatedEngine
 from kvloop.engine.simulated.settings import SimulatedSettings
+from kvloop.metastore.factory import open_store
 from kvloop.prefill.app import PrefillApp
 from kvloop.prefill.settings import PrefillSettings
 from kvloop.runtime.config import ConfigError
@@ -107,24 +109,29 @@ async def test_readiness_follows_the_engine_and_liveness_does_not() -> None:
         assert entry.epoch == pair.decode_engine.facts.epoch
 
 
-async def test_a_process_ends_when_its_engine_stays_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_process_ends_when_its_engine_stays_dead(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "HEALTH_INTERVAL_S", 0.01)
     monkeypatch.setattr(worker, "DEAD_S", 0.05)
-    flags = {"engine": "simulated", "listen": "127.0.0.1:0", "stop_grace_s": 0.0}
-    decode, prefill = DecodeSettings.load(flags=flags), PrefillSettings.load(flags=flags)
-    for role, make in (("decode", partial(DecodeApp, decode)), ("prefill", partial(PrefillApp, prefill))):
-        engine = SimulatedEngine(SimulatedSettings(), role)
-        app = make(engine=engine)
-        serving = asyncio.create_task(run_until_signal(app))
+    flags = {"engine": "simulated", "listen": "127.0.0.1:0", "stop_grace_s": 0.0, "worker_id": "w"}
+    engine = SimulatedEngine(SimulatedSettings(), role)
+    store = open_store("memory://")
+    app: DecodeApp | PrefillApp
+    if role == "decode":
+        app = DecodeApp(DecodeSettings.load(flags=flags), engine=engine, store=store)
+    else:
+        app = PrefillApp(PrefillSettings.load(flags=flags), engine=engine, store=store)
+    serving = asyncio.create_task(run_until_signal(app))
 
-        async def up() -> bool:
-            return bool(app.worker_id) and app._life.server.ready
+    async def up() -> bool:
+        return "w" in await store.registry.workers()
 
-        await until(up)
-        engine.faults.kill()
-        with pytest.raises(ServerError, match="the engine is dead"):
-            async with asyncio.timeout(10):
-                await serving
+    await until(up)
+    engine.faults.kill()
+    with pytest.raises(ServerError, match="the engine is dead"):
+        async with asyncio.timeout(10):
+            await serving
+    await store.close()
 
 
 async def test_an_engine_that_comes_back_in_time_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
