@@ -2,6 +2,7 @@
 # `worker` has the engine: ENGINE=cpu or ENGINE=cuda.
 #   docker build --target router -t kvloop/router .
 #   docker build --target worker --build-arg ENGINE=cuda -t kvloop/worker .
+#   docker build --target worker --build-arg ENGINE=cuda --build-arg EFA=1 -t kvloop/worker-efa .
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 ARG ENGINE=cpu
 
@@ -47,6 +48,17 @@ RUN pip install "$(ls /wheels/kvloop-*.whl)[cuda,otel]"
 FROM ${ENGINE} AS worker
 USER root
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# What NIXL's LIBFABRIC plugin loads on AWS (libfabric, its EFA provider, hwloc), and fi_info for `kvloop doctor`. The
+# kernel's part is the host's.
+ARG EFA=0
+ARG EFA_INSTALLER=1.43.2
+RUN if [ "$EFA" = 1 ]; then \
+      apt-get update && apt-get install -y --no-install-recommends ca-certificates curl libhwloc15 && \
+      curl -fsSL "https://efa-installer.amazonaws.com/aws-efa-installer-$EFA_INSTALLER.tar.gz" | tar -xz -C /tmp && \
+      (cd /tmp/aws-efa-installer && ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify) && \
+      ldconfig && rm -rf /tmp/aws-efa-installer /var/lib/apt/lists/*; \
+    fi
+ENV PATH=$PATH:/opt/amazon/efa/bin
 USER 10001:10001
 ENTRYPOINT ["kvloop"]
 CMD ["serve", "decode"]

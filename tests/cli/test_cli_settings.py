@@ -5,14 +5,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import structlog
 from pydantic import BaseModel
 from typer.testing import CliRunner, Result
 
 from kvloop.cli import options, serve
 from kvloop.cli.main import app
+from kvloop.router.settings import RouterSettings
+from kvloop.runtime import logs
 from kvloop.runtime.config import ConfigError, Settings
 
 Invoke = Callable[..., Result]
+LOOPBACK = {"prefill_endpoints": ["127.0.0.1:1"], "decode_endpoints": ["127.0.0.1:2"]}
 WORKERS = ("--prefill-endpoints", "127.0.0.1:1", "--decode-endpoints", "127.0.0.1:2")
 
 
@@ -81,6 +85,67 @@ def test_lists_are_repeated_or_separated_by_commas(served: list[Any]) -> None:
     result = invoke("router", *many, "--decode-endpoints", "127.0.0.1:4")
     assert result.exit_code == 0, result.output
     assert served[0].prefill_endpoints == ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+
+
+@pytest.mark.parametrize("written", ["d:1,d:2", " d:1, d:2,", '["d:1", "d:2"]'])
+def test_lists_of_the_environment(written: str, served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOP_DECODE_ENDPOINTS", written)
+    assert invoke("prefill").exit_code == 0
+    assert invoke("router", "--prefill-endpoints", "p:1").exit_code == 0
+    assert [settings.decode_endpoints for settings in served] == [("d:1", "d:2")] * 2
+    monkeypatch.setenv("KVLOOP_ADAPTERS", "sql,law")
+    assert invoke("gateway").exit_code == 0
+    assert served[-1].adapters == ("sql", "law")
+
+
+def test_numbers_of_the_environment(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOOP_SEED_KV", "1e3,0.5")
+    assert invoke("router", *WORKERS).exit_code == 0
+    assert served[0].seed_kv == (1000.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("KVLOOP_ADAPTERS", "sql", "adapters: KVLOOP_ADAPTERS is not JSON"),
+        ("KVLOOP_EXTRA_ENGINE_ARGS", "{", "extra_engine_args: KVLOOP_EXTRA_ENGINE_ARGS is not JSON"),
+        ("KVLOOP_DECODE_ENDPOINTS", "[d:1", "decode_endpoints: KVLOOP_DECODE_ENDPOINTS is not JSON"),
+        ("KVLOOP_DECODE_ENDPOINTS", "d", "decode_endpoints"),
+    ],
+)
+def test_a_broken_environment_is_a_sentence(
+    variable: str, value: str, says: str, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert says in refused(invoke("prefill"))
+    assert not served
+
+
+def test_variables_that_nobody_knows_are_named(
+    monkeypatch: pytest.MonkeyPatch, no_settings_around: None
+) -> None:
+    assert serve.strange_variables("router") == []
+    # A worker's, a client's, HAProxy's; and none of anybody's.
+    for name in ("HOLD_SHARE", "TOKEN", "LB_LISTEN", "MAX_CONCURENT_TURNS"):
+        monkeypatch.setenv(f"KVLOOP_{name}", "5")
+    assert serve.strange_variables("router") == ["KVLOOP_MAX_CONCURENT_TURNS"]
+    logged = structlog.testing.capture_logs()
+    monkeypatch.setattr(logs, "configure", lambda level: None)
+    with logged as lines, pytest.raises(ConfigError):
+        serve.serve(
+            "router",
+            RouterSettings.load(flags={"tokens_file": "/nonexistent/tokens", **LOOPBACK}),
+            None,
+            "info",
+        )
+    assert [line for line in lines if line["event"] == "unknown_variable"] == [
+        {
+            "event": "unknown_variable",
+            "name": "KVLOOP_MAX_CONCURENT_TURNS",
+            "room": "serve",
+            "log_level": "warning",
+        }
+    ]
 
 
 @pytest.mark.parametrize(

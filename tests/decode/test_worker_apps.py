@@ -1,6 +1,7 @@
 """The workers as processes see them: settings that contradict, starting, stopping, health."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,11 +10,16 @@ from worker_kit import Pair, open_pair, prompt, scope_of, until
 
 from kvloop.decode.app import DecodeApp
 from kvloop.decode.settings import DecodeSettings
+from kvloop.engine import worker
+from kvloop.engine.settings import Role
+from kvloop.engine.simulated.engine import SimulatedEngine
+from kvloop.engine.simulated.settings import SimulatedSettings
+from kvloop.metastore.factory import open_store
 from kvloop.prefill.app import PrefillApp
 from kvloop.prefill.settings import PrefillSettings
 from kvloop.runtime.config import ConfigError
 from kvloop.runtime.errors import Failure, Reason
-from kvloop.runtime.server import LIVENESS, ServerError
+from kvloop.runtime.server import LIVENESS, ServerError, run_until_signal
 
 
 @pytest.mark.parametrize(
@@ -101,6 +107,49 @@ async def test_readiness_follows_the_engine_and_liveness_does_not() -> None:
         assert entry is not None
         assert entry.lease_id == answer.summary.lease.lease_id
         assert entry.epoch == pair.decode_engine.facts.epoch
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_process_ends_when_its_engine_stays_dead(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "HEALTH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(worker, "DEAD_S", 0.05)
+    flags = {"engine": "simulated", "listen": "127.0.0.1:0", "stop_grace_s": 0.0, "worker_id": "w"}
+    engine = SimulatedEngine(SimulatedSettings(), role)
+    store = open_store("memory://")
+    app: DecodeApp | PrefillApp
+    if role == "decode":
+        app = DecodeApp(DecodeSettings.load(flags=flags), engine=engine, store=store)
+    else:
+        app = PrefillApp(PrefillSettings.load(flags=flags), engine=engine, store=store)
+    serving = asyncio.create_task(run_until_signal(app))
+
+    async def up() -> bool:
+        return "w" in await store.registry.workers()
+
+    await until(up)
+    engine.faults.kill()
+    with pytest.raises(ServerError, match="the engine is dead"):
+        async with asyncio.timeout(10):
+            await serving
+    await store.close()
+
+
+async def test_an_engine_that_comes_back_in_time_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "HEALTH_INTERVAL_S", 0.01)
+    async with open_pair() as pair:
+        lost = asyncio.create_task(pair.decode_app.lost())
+        for _ in range(3):
+            pair.decode_engine.faults.kill()
+
+            async def seen(ready: bool) -> bool:
+                serving = health_pb2.HealthCheckResponse.SERVING
+                return (await health(pair, "") == serving) == ready
+
+            await until(partial(seen, ready=False))
+            await pair.decode_engine.start()
+            await until(partial(seen, ready=True))
+        assert not lost.done()
+        lost.cancel()
 
 
 async def test_f3_a_restarted_decode_worker() -> None:

@@ -41,6 +41,27 @@ def test_the_cuda_environment_makes_cross_layer_blocks() -> None:
     assert "UCX_TLS" not in env.defaults(CUDA)
 
 
+@pytest.mark.parametrize(
+    ("modules", "nvcc", "off"),
+    [
+        (set(), True, True),
+        ({"flashinfer"}, False, True),
+        ({"flashinfer"}, True, False),
+        ({"flashinfer", "flashinfer_jit_cache"}, False, False),
+    ],
+)
+def test_a_sampler_that_can_not_be_compiled_is_off(
+    modules: set[str], nvcc: bool, off: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(env.importlib.util, "find_spec", lambda name: object() if name in modules else None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    if nvcc:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch()
+    assert (env.defaults(CUDA).get("VLLM_USE_FLASHINFER_SAMPLER") == "0") == off
+
+
 def test_an_engine_gets_the_gpus_that_it_is_given() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in env.environment(CUDA, 1)
     given = CUDA.model_copy(update={"visible_devices": "2,3"})

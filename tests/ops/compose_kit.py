@@ -25,6 +25,14 @@ ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "compose.yaml"
 # Debian has no valkey-cli; Redis' own speaks the same protocol.
 PROGRAMS = {"valkey-server": str(valkey_binary()), "valkey-cli": "redis-cli"}
+# What images that are not ours put before a command (their ENTRYPOINT); a script that runs the command as it
+# is counts as nothing.
+ENTRY_POINTS: dict[str, list[str]] = {
+    "valkey/valkey": [],
+    "haproxy": [],
+    "prom/prometheus": ["prometheus"],
+    "grafana/grafana-oss": ["/run.sh"],
+}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
@@ -156,8 +164,9 @@ class Plain:
         own = {key: value for key, value in own.items() if value}
         path = f"{Path(sys.executable).parent}:/usr/sbin:{os.environ['PATH']}"
         inherited = {k: v for k, v in os.environ.items() if k in {"PYTHONPATH", "HOME", "LANG"}}
-        # An image of ours has an entry point.
-        program, *arguments = ["kvloop", *service["command"]] if "build" in service else service["command"]
+        image = service["image"].partition(":")[0]
+        entry = ["kvloop"] if "build" in service else ENTRY_POINTS[image]
+        program, *arguments = [*entry, *service["command"]]
         test = service["healthcheck"]["test"]
         assert test[0] == "CMD"
         return Container(

@@ -10,11 +10,10 @@ import pytest
 from ops_fleet import play, watched_fleet
 
 from kvloop.cli.advice import FEW, advise, told
-from kvloop.cli.top.samples import Series
 from kvloop.runtime.catalogue import GAP_S
 
 
-def measured(pauses: dict[float, int], **endings: int) -> Series:
+def measured(pauses: dict[float, int], **endings: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Return the series of pauses (seconds -> how many) and of leases that ended (reason -> how many)."""
     name = "kvloop_turn_gap_seconds"
     series: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
@@ -61,6 +60,35 @@ def test_budget(evicted: int, held: float, suggested: float | None) -> None:
     assert any("add decode workers" in reason for reason in advice.why) == (evicted == 80)
 
 
+@pytest.mark.parametrize(
+    ("in_force", "evicted", "suggested"),
+    # Leases hold a tenth of the pool at this moment.
+    [(0.5, 2, None), (0.5, 3, 0.55), (0.5, 40, 0.8), (0.75, 3, 0.8), (0.8, 3, None), (0.9, 40, None)],
+)
+def test_a_budget_is_never_cut_for_want_of_blocks(
+    in_force: float, evicted: int, suggested: float | None
+) -> None:
+    series = measured({4: 100}, superseded=100 - evicted, evicted=evicted)
+    # Of two workers together.
+    series |= {
+        ("kvloop_pool_blocks", frozenset({("state", "total")})): 2000.0,
+        ("kvloop_pool_hold_limit_blocks", frozenset()): 2000 * in_force,
+    }
+    advice = advise(series, 480, 0.1)
+    assert advice.hold_share == in_force
+    assert advice.suggested_hold_share == suggested
+    assert any("add decode workers" in reason for reason in advice.why) == (
+        evicted > 2 and in_force / (1 - evicted / 100) > 0.8
+    )
+
+
+def test_a_longer_hold_time_names_its_bound() -> None:
+    advice = advise(measured({100: 90, 470: 10}, superseded=90, expired=30), 480, 0.2)
+    assert "max_ttl_s must be 960 or more as well" in advice.why
+    shorter = advise(measured({4: 100}, superseded=60, expired=40), 480, 0.2)
+    assert "max_ttl_s" not in " ".join(shorter.why)
+
+
 def test_what_is_said() -> None:
     text = "\n".join(told(advise(measured({4: 100}, superseded=60, expired=40), 480, 0.2)))
     assert "100 measured" in text
@@ -88,4 +116,5 @@ async def test_over_a_fleet(tmp_path: Path) -> None:
     # Each turn but the last left something that the next one read.
     assert advice["pauses"] == 3
     assert advice["hold_s"] == 480
+    assert advice["hold_share"] == 0.5
     assert "are needed" in advice["why"][0]

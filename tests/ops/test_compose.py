@@ -16,7 +16,7 @@ from compose_spec import PyCompose
 from ops_http import get
 from router_sim import SimClient, ids
 
-from kvloop.engine.settings import smollm2_dir
+from kvloop.engine.settings import EngineSettings, smollm2_dir
 
 TOKEN = "a tenant's token"
 OVERLAYS = sorted((ROOT / "deploy" / "compose").glob("*.yaml"))
@@ -62,24 +62,35 @@ def test_every_service_is_confined_bounded_and_watched(profile: str) -> None:
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["healthcheck"]["test"][0] == "CMD", name
         resources = service["deploy"]["resources"]
-        if name in GPUS:
-            (device,) = resources["reservations"]["devices"]
-            assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-        else:
-            assert set(resources["limits"]) == {"cpus", "memory", "pids"}, name
+        assert set(resources["limits"]) == {"cpus", "memory", "pids"}, name
         # Nothing but loopback of the host is opened.
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
         for needed in service.get("depends_on", ()):
             assert needed in found, f"{name} waits for {needed}, which is not of profile {profile}"
 
 
-def test_gpus_are_not_shared() -> None:
-    devices = [
-        service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
-        for name, service in merged("cuda").items()
-        if name in GPUS
-    ]
-    assert sorted(device for ids_ in devices for device in ids_) == ["0", "1", "2"]
+def test_gpus_are_seen_by_all_and_used_by_one() -> None:
+    used = []
+    for name in GPUS:
+        service = merged("cuda")[name]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        # What cuda_ipc asks for between containers.
+        assert (service["ipc"], service["pid"]) == ("host", "host")
+        used.append(EngineSettings(visible_devices=service["environment"]["KVLOOP_VISIBLE_DEVICES"]))
+    assert sorted(str(settings.visible_devices) for settings in used) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+def test_what_engines_compile_can_be_loaded_and_written_by_them(profile: str) -> None:
+    for name, service in merged(profile).items():
+        if "build" not in service:
+            continue
+        uid = service["user"].split(":")[0]
+        assert f"--uid {uid} " in (ROOT / "Dockerfile").read_text(encoding="utf-8")
+        mounts = dict(mount.split(":") for mount in service["tmpfs"])
+        assert {"exec", "mode=1777"} <= set(mounts["/tmp"].split(",")), name
+        assert {"exec", f"uid={uid}"} <= set(mounts["/home/kvloop"].split(",")), name
 
 
 def test_targets_are_stages_of_the_dockerfile() -> None:

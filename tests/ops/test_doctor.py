@@ -1,12 +1,12 @@
 """Deployments with one thing wrong: the doctor names it, and what to do.
 
-The table is the specification. Where fleets are needed, they run on simulated engines and a real store;
-hosts with GPUs and fabrics are described rather than had.
+The table is the specification. Fleets run on simulated engines and a real store; of hosts, see
+test_doctor_host.py.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import socket
@@ -14,17 +14,15 @@ from typing import Any
 
 import pytest
 import redis
+from doctor_kit import vllm_worker
 from router_sim import SimFleet, sim_fleet
 
-from kvloop.cli.doctor.examination import Deployment, check_machine, examine
+from kvloop.cli.doctor.examination import Deployment, examine
 from kvloop.cli.doctor.findings import Finding, Status
-from kvloop.cli.doctor.live import judge_layout
-from kvloop.cli.doctor.machine import Machine, efa_domains
-from kvloop.cli.doctor.network import check_side_channels
+from kvloop.cli.doctor.network import check_registry, check_side_channels
 from kvloop.cli.doctor.workers import Seen
-from kvloop.metastore.factory import open_store
+from kvloop.metastore.factory import Store, open_store
 from kvloop.router.app import RouterApp
-from kvloop.v1alpha1 import turn_pb2, worker_pb2
 
 THRESHOLD = 32
 
@@ -131,6 +129,15 @@ async def router_gone(site: Site) -> None:
     site.changes["router"] = f"127.0.0.1:{free_port()}"
 
 
+@asynccontextmanager
+async def closing_store(url: str) -> AsyncIterator[Store]:
+    store = open_store(url)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
 def free_port() -> int:
     with ExitStack() as opened:
         probe = opened.enter_context(socket())
@@ -217,113 +224,12 @@ async def test_a_fleet_with_nothing_wrong(valkey_url: str, tmp_path: Path) -> No
         assert await fleet.leases() == 0
 
 
-GOOD_GPU = Machine(
-    nixl_version="1.4.1",
-    nixl_works=True,
-    nixl_plugins=("LIBFABRIC", "UCX"),
-    gpus=8,
-    infiniband=("mlx5_0", "mlx5_1"),
-    efa_domains=(),
-)
-GOOD_EFA = replace(
-    GOOD_GPU,
-    infiniband=tuple(f"efa_{n}" for n in range(16)),
-    efa_domains=tuple(f"rdmap{n}s0-rdm" for n in range(16)),
-)
-MACHINES = {
-    "no nixl": (Machine(), "UCX", "nixl", "not installed", "install kvloop"),
-    "nixl broken": (
-        *(replace(GOOD_GPU, nixl_works=False), "UCX", "nixl"),
-        *("no agent can be made", "install what it misses"),
-    ),
-    "no plugin": (
-        *(replace(GOOD_EFA, nixl_plugins=("UCX",)), "LIBFABRIC", "nixl-backends"),
-        *("no plugin LIBFABRIC", "install a NIXL with that plugin"),
-    ),
-    "UCX told to use TCP": (
-        *(replace(GOOD_GPU, environment={"UCX_TLS": "tcp,self"}), "UCX", "transport"),
-        *("silently", "unset UCX_TLS"),
-    ),
-    "UCX without RDMA": (
-        *(replace(GOOD_GPU, infiniband=()), "UCX", "transport"),
-        *("silently falls back to TCP", "LIBFABRIC"),
-    ),
-    "UCX on EFA": (GOOD_EFA, "UCX", "transport", "silently falls back to TCP", "LIBFABRIC"),
-    "no EFA provider": (
-        *(replace(GOOD_EFA, efa_domains=()), "LIBFABRIC", "transport"),
-        *("fi_info -p efa lists nothing", "reinstall aws-efa-installer"),
-    ),
-    "no fi_info": (
-        *(replace(GOOD_EFA, efa_domains=None), "LIBFABRIC", "transport"),
-        *("fi_info is not installed", "aws-efa-installer"),
-    ),
-    "libfabric told to use sockets": (
-        *(replace(GOOD_EFA, environment={"FI_PROVIDER": "sockets"}), "LIBFABRIC", "transport"),
-        *("silently", "FI_PROVIDER=efa"),
-    ),
-    "a rail down": (
-        *(replace(GOOD_EFA, efa_domains=GOOD_EFA.efa_domains[1:] if GOOD_EFA.efa_domains else ()),),
-        *("LIBFABRIC", "transport", "15 EFA rails for 8 GPUs", "every rail is up"),
-    ),
-}
-
-
-def vllm_worker(*backends: str, endpoint: str = "127.0.0.1:1", side_channel: str = "") -> Seen:
-    info = worker_pb2.WorkerInfo(
-        worker_id="d0", engine="vllm", transfer_backends=backends, side_channel=side_channel
-    )
-    return Seen("decode", endpoint, info)
-
-
-@pytest.mark.parametrize("case", MACHINES)
-def test_a_spoiled_host(case: str) -> None:
-    machine, backend, name, text, remedy = MACHINES[case]
-    findings = {finding.name: finding for finding in check_machine(machine, [vllm_worker(backend)])}
-    assert findings[name].status is not Status.OK
-    assert text in findings[name].text
-    assert remedy in findings[name].remedy
-
-
-@pytest.mark.parametrize(
-    ("machine", "backend", "said"),
-    [
-        (GOOD_GPU, "UCX", "mlx5_0, mlx5_1"),
-        (replace(GOOD_GPU, environment={"UCX_TLS": "^tcp"}), "UCX", "^tcp"),
-        (replace(GOOD_GPU, environment={"UCX_TLS": "rc,cuda_copy"}), "UCX", "rc"),
-        (GOOD_EFA, "LIBFABRIC", "16 EFA rails, 2 per GPU"),
-        (replace(GOOD_GPU, gpus=0, infiniband=()), "UCX", "without GPUs"),
-    ],
-)
-def test_a_sound_host(machine: Machine, backend: str, said: str) -> None:
-    findings = check_machine(machine, [vllm_worker(backend)])
-    assert [finding.status for finding in findings] == [Status.OK] * 3
-    assert said in findings[-1].text
-
-
-@pytest.mark.parametrize(
-    ("descriptors", "gpus", "status", "said"),
-    [
-        (3, 8, Status.OK, "1024 KiB per block of 16 tokens, in one piece"),
-        (192, 8, Status.WARN, "in 64 pieces of 16 KiB: layer by layer"),
-        (192, 0, Status.OK, "in 64 pieces of 16 KiB: layer by layer"),
-    ],
-)
-def test_the_layout_is_what_a_read_moved(descriptors: int, gpus: int, status: Status, said: str) -> None:
-    reuse = turn_pb2.Reuse(
-        tokens=turn_pb2.TokenSources(readback=48),
-        readback=turn_pb2.Transfer(bytes=3 * 1024 * 1024, descriptors=descriptors),
-    )
-    finding = judge_layout(reuse, 16, gpus)
-    assert finding is not None
-    assert finding.status is status
-    assert said in finding.text
-    assert bool(finding.remedy) == (status is Status.WARN)
-    assert judge_layout(turn_pb2.Reuse(), 16, gpus) is None
-
-
-def test_hosts_of_simulated_engines_need_no_nixl() -> None:
-    simulated = Seen("decode", "127.0.0.1:1", worker_pb2.WorkerInfo(engine="simulated"))
-    assert check_machine(Machine(), [simulated]) == []
+async def test_of_workers_that_do_not_answer_nothing_is_said_to_be_well(valkey_url: str) -> None:
+    silent = [Seen("prefill", "127.0.0.1:1", None), Seen("decode", "127.0.0.1:2", None)]
+    async with closing_store(valkey_url) as store:
+        for finding in (await check_side_channels(silent), await check_registry(store, silent)):
+            assert finding.status is Status.WARN
+            assert "answers" in finding.text
 
 
 async def test_a_side_channel_that_peers_can_not_reach() -> None:
@@ -337,12 +243,3 @@ async def test_a_side_channel_that_peers_can_not_reach() -> None:
     assert finding.status is Status.FAIL
     assert "nothing listens" in finding.text
     assert "open the port" in finding.remedy
-
-
-def test_fi_info_s_output() -> None:
-    text = (
-        "provider: efa\n    fabric: efa\n    domain: rdmap0s6-rdm\n    version: 123.0\n"
-        "provider: efa\n    fabric: efa\n    domain: rdmap0s6-rdm\nprovider: efa\n    domain: rdmap1s6-rdm\n"
-    )
-    assert efa_domains(text) == ("rdmap0s6-rdm", "rdmap1s6-rdm")
-    assert efa_domains("fi_getinfo: -61 (No data available)\n") == ()

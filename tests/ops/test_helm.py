@@ -2,25 +2,18 @@
 
 import copy
 import json
-import shutil
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-from typing import Any
+import re
 
 import kubernetes_validate
 import pytest
 import yaml
+from helm_kit import CHART, ROOT, VALUES, Object, helm, of_kind, pods, rendered
 
 from kvloop.decode.settings import DecodeSettings
 from kvloop.gateway.settings import GatewaySettings
 from kvloop.prefill.settings import PrefillSettings
 from kvloop.router.settings import RouterSettings
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "deploy" / "helm" / "kvloop"
-VALUES = {file.stem: file for file in sorted((CHART / "ci").glob("*.yaml"))}
 KUBERNETES = ("1.29", "1.37")
 MODELS = {
     "router": RouterSettings,
@@ -28,38 +21,7 @@ MODELS = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
 }
-Object = dict[str, Any]
-
-
-def helm(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    program = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
-    assert program, "helm is missing: make helm"
-    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=60)
-
-
-@cache
-def rendered(case: str, *more: str) -> tuple[Object, ...]:
-    chosen = ("-f", str(VALUES[case])) if case else ()
-    done = helm("template", "x", str(CHART), *chosen, *more)
-    assert done.returncode == 0, done.stderr
-    return tuple(part for part in yaml.safe_load_all(done.stdout) if part)
-
-
-def of_kind(case: str, kind: str) -> dict[str, Object]:
-    return {o["metadata"]["name"]: o for o in rendered(case) if o["kind"] == kind}
-
-
-def pods(case: str) -> dict[str, Object]:
-    """Return pod templates by component; a group's leader and members apart."""
-    found = {}
-    for thing in rendered(case):
-        spec = thing.get("spec", {})
-        named = {"": spec.get("template")} if thing["kind"] in {"Deployment", "StatefulSet"} else {}
-        if group := spec.get("leaderWorkerTemplate"):
-            named = {"": group["leaderTemplate"], "-member": group["workerTemplate"]}
-        for suffix, template in named.items():
-            found[template["metadata"]["labels"]["app.kubernetes.io/component"] + suffix] = template
-    return found
+WORKERS = {"prefill", "decode", "prefill-member", "decode-member"}
 
 
 @pytest.mark.slow
@@ -128,15 +90,30 @@ def test_pods_are_confined_and_probed(case: str) -> None:
         assert "memory" in container["resources"]["limits"]
         if component.endswith("-member"):
             continue
-        assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
-        if component != "gateway":
-            assert container["livenessProbe"]["grpc"]["service"] == "liveness"
-            assert "service" not in container["readinessProbe"]["grpc"]
-            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-            assert container["readinessProbe"]["grpc"]["port"] == ports["grpc"]
+        # What is alive, but not ready yet (a model loads, a router waits for workers), is not started anew.
+        grpc = case != "tls" and component != "gateway"
+        assert asked(container, "startupProbe", grpc=grpc) == ("liveness" if grpc else "/livez")
+        assert asked(container, "livenessProbe", grpc=grpc) == ("liveness" if grpc else "/livez")
+        ready = "" if grpc else "/health" if component == "gateway" else "/readyz"
+        assert asked(container, "readinessProbe", grpc=grpc) == ready
         # The pause, a drain, and what is left to end in.
         pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
         assert spec["terminationGracePeriodSeconds"] >= pause + drain_s(component, container) + 5
+
+
+def asked(container: Object, name: str, *, grpc: bool) -> str:
+    """Return what a probe asks for, of a port that is there."""
+    probe = container[name]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    if grpc:
+        assert probe["grpc"]["port"] == ports["grpc"]
+        return str(probe["grpc"].get("service", ""))
+    assert probe["httpGet"]["port"] in ports
+    # Only the gateway's HTTP door takes part in TLS; gRPC probes could not.
+    tls = {v["name"] for v in container["env"]} >= {"KVLOOP_TLS_CERT", "KVLOOP_TLS_KEY"}
+    https = tls and probe["httpGet"]["port"] == "http"
+    assert probe["httpGet"].get("scheme", "HTTP") == ("HTTPS" if https else "HTTP")
+    return str(probe["httpGet"]["path"])
 
 
 def drain_s(component: str, container: Object) -> float:
@@ -188,32 +165,51 @@ def test_engines_larger_than_a_host_are_groups() -> None:
     assert all(g["spec"]["leaderWorkerTemplate"]["size"] == 2 for g in groups.values())
     (leader,) = pods("groups")["decode"]["spec"]["containers"]
     assert "kvloop serve decode" in leader["command"][-1]
-    (member,) = pods("groups")["decode-member"]["spec"]["containers"]
-    assert "ray start" in member["command"][-1]
+    member_pod = pods("groups")["decode-member"]
+    (member,) = member_pod["spec"]["containers"]
+    assert re.match(r"until ray health-check .* exec ray start --block", member["command"][-1])
+    # A leader that is ready has its members' GPUs; waiting for that before they start would be for ever.
+    assert all(g["spec"]["startupPolicy"] == "LeaderCreated" for g in groups.values())
+    # Members serve nothing: nobody calls or scrapes them.
+    assert not {"ports", "readinessProbe"} & set(member)
+    labels = member_pod["metadata"]["labels"].items()
+    for service in of_kind("groups", "Service").values():
+        assert not service["spec"]["selector"].items() <= labels
     arguments = {v["name"]: v.get("value") for v in leader["env"]}["KVLOOP_EXTRA_ENGINE_ARGS"]
     assert json.loads(arguments) == {"distributed_executor_backend": "ray"}
 
 
-def test_budgets_services_and_policies_select_pods_that_exist() -> None:
-    templates = pods("cpu").values()
+@pytest.mark.parametrize("case", ["cpu", "groups"])
+def test_budgets_services_and_policies_select_pods_that_exist(case: str) -> None:
+    templates = pods(case).values()
     labels = [template["metadata"]["labels"] for template in templates]
 
-    def selects(selector: dict[str, str]) -> bool:
-        return any(selector.items() <= found.items() for found in labels)
+    def selects(selector: Object) -> bool:
+        """Tell whether each part of a selector finds a pod."""
+        wanted = selector.get("matchLabels", {}).items()
+        for expression in selector.get("matchExpressions", ()):
+            key, parts = expression["key"], set(expression["values"])
+            found = {found[key] for found in labels if wanted <= found.items()} & parts
+            roles = {part.removesuffix("-member") for part in parts}
+            if found != (parts if case == "groups" else roles):
+                return False
+        return any(wanted <= found.items() for found in labels)
 
-    for thing in rendered("cpu"):
+    for thing in rendered(case):
         spec = thing["spec"]
         if thing["kind"] == "Service":
-            assert selects(spec["selector"])
+            assert selects({"matchLabels": spec["selector"]})
         elif thing["kind"] == "PodDisruptionBudget":
-            assert selects(spec["selector"]["matchLabels"])
+            assert selects(spec["selector"])
             assert spec["maxUnavailable"] == 1
         elif thing["kind"] == "NetworkPolicy":
-            assert selects(spec["podSelector"]["matchLabels"])
+            assert selects(spec["podSelector"])
             for rule in spec["ingress"]:
                 for peer in rule["from"]:
-                    chosen = peer["podSelector"].get("matchLabels")
-                    assert chosen is None or selects(chosen)
+                    assert selects(peer["podSelector"])
+
+
+def test_autoscalers_are_not_undone() -> None:
     scaled = of_kind("cpu", "HorizontalPodAutoscaler")
     assert set(scaled) == {"x-router", "x-gateway"}
     for name, deployment in of_kind("cpu", "Deployment").items():
@@ -225,10 +221,15 @@ def test_workers_take_calls_from_routers_and_each_other_alone() -> None:
         ingress = of_kind("", "NetworkPolicy")[name]["spec"]["ingress"]
         for rule in ingress:
             ports = {port["port"] for port in rule.get("ports", ())}
-            peers = [peer["podSelector"].get("matchLabels", {}) for peer in rule["from"]]
-            if ports != {"metrics"}:
-                components = {peer["app.kubernetes.io/component"] for peer in peers}
-                assert components <= {"router", "prefill", "decode"}
+            if ports == {"metrics"}:
+                continue
+            for peer in rule["from"]:
+                chosen = peer["podSelector"]
+                components = {chosen["matchLabels"].get("app.kubernetes.io/component")} - {None}
+                for expression in chosen.get("matchExpressions", ()):
+                    components |= set(expression["values"])
+                assert components
+                assert components <= {"router", *WORKERS}
 
 
 def test_the_rules_are_those_that_promtool_tested() -> None:

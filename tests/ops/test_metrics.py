@@ -12,11 +12,28 @@ from router_sim import SimFleet, ids, sim_fleet, until_async
 
 from kvloop.client import Client, Retention
 from kvloop.decode.app import DecodeApp
+from kvloop.decode.settings import DecodeSettings
+from kvloop.engine.simulated.engine import SimulatedEngine
+from kvloop.engine.simulated.settings import SimulatedSettings
 from kvloop.prefill.app import PrefillApp
 from kvloop.router.settings import RouterSettings
 from kvloop.runtime.config import ConfigError
 from kvloop.runtime.exposition import MAX_OPEN, Exposition
 from kvloop.runtime.metrics import Metrics
+
+
+class Loading(SimulatedEngine):
+    """An engine that loads until it is told to be done."""
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedSettings(), "decode")
+        self.asked, self.loaded = asyncio.Event(), asyncio.Event()
+
+    async def start(self) -> None:
+        self.asked.set()
+        await self.loaded.wait()
+        await super().start()
+
 
 LISTEN = {"metrics_listen": "127.0.0.1:0"}
 
@@ -104,6 +121,21 @@ async def test_what_is_not_answered_is_counted(fleet: SimFleet) -> None:
     assert value(seen, "kvloop_turns_refused_total", reason="empty_prompt") == 1
     assert total(seen, "kvloop_turn_failures_total") == 1
     assert total(seen, "kvloop_turns_total") == 0
+
+
+async def test_an_engine_that_loads_is_not_down() -> None:
+    flags = LISTEN | {"engine": "simulated", "listen": "127.0.0.1:0", "stop_grace_s": 0}
+    engine = Loading()
+    app = DecodeApp(DecodeSettings.load(flags=flags), engine=engine)
+    starting = asyncio.create_task(app.start())
+    await engine.asked.wait()
+    assert "kvloop_engine_up" not in {name for name, _ in await scrape(app.metrics_endpoint)}
+    engine.loaded.set()
+    await starting
+    assert value(await scrape(app.metrics_endpoint), "kvloop_engine_up") == 1
+    engine.faults.kill()
+    assert value(await scrape(app.metrics_endpoint), "kvloop_engine_up") == 0
+    await app.stop()
 
 
 async def test_live_and_ready(fleet: SimFleet) -> None:

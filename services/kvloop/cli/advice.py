@@ -38,6 +38,8 @@ class Advice:
     """None: leave it."""
     held_share: float
     """Share of the pools that leases hold now."""
+    hold_share: float | None
+    """hold_share as it is; None: the workers do not tell."""
     evicted_share: float
     """Leases that ended for want of blocks, of all that ended."""
     suggested_hold_share: float | None
@@ -58,13 +60,19 @@ def advise(series: Series, hold_s: float, held_share: float) -> Advice:
         why.append(f"{pauses} pauses were measured; {FEW} are needed to say something about hold time")
     else:
         suggested = _hold(series, hold_s, most, expired, why)
+    if suggested is not None and suggested > hold_s:
+        why.append(f"max_ttl_s must be {suggested:g} or more as well")
+    in_force = _share_in_force(series)
     share = None
     if ended >= FEW and evicted > _EVICTED:
-        wanted = held_share / (1 - min(evicted, 0.9))
+        # What leases hold just now may be less than what they were refused.
+        wanted = max(in_force or 0.0, held_share) / (1 - min(evicted, 0.9))
         share = min(_MAX_SHARE, math.ceil(wanted / _STEP + 1e-9) * _STEP)
         why.append(f"{evicted:.0%} of leases ended for want of blocks: without that, they would hold more")
         if wanted > _MAX_SHARE:
             why.append(f"even {_MAX_SHARE:.0%} of the pools would not do: add decode workers")
+        if in_force is not None and share <= in_force:
+            share = None
     return Advice(
         pauses,
         median,
@@ -72,10 +80,17 @@ def advise(series: Series, hold_s: float, held_share: float) -> Advice:
         hold_s,
         suggested,
         held_share,
+        in_force,
         evicted,
         round(share, 2) if share is not None else None,
         why,
     )
+
+
+def _share_in_force(series: Series) -> float | None:
+    blocks = total(series, "kvloop_pool_blocks", state="total")
+    may_hold = total(series, "kvloop_pool_hold_limit_blocks")
+    return round(may_hold / blocks, 3) if blocks and may_hold else None
 
 
 def _hold(series: Series, hold_s: float, most_s: float, expired: float, why: list[str]) -> float | None:
@@ -157,8 +172,9 @@ def told(advice: Advice) -> list[str]:
         f"hold time   decoder_kv_blocks_ttl is {advice.hold_s:g} s: "
         + (f"set {hold:g}" if hold is not None else "leave it")
     )
+    limit = f" and may hold {advice.hold_share:.0%}" if advice.hold_share is not None else ""
     lines.append(
-        f"budget      leases hold {advice.held_share:.0%} of the pools: "
+        f"budget      leases hold {advice.held_share:.0%} of the pools{limit}: "
         + (f"set hold_share to {share:g} or more" if share is not None else "leave hold_share")
     )
     return [*lines, *(f"- {reason}" for reason in advice.why)]

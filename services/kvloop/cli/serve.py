@@ -15,6 +15,9 @@ from kvloop.cli.errors import CommandFailed, sentences
 from kvloop.cli.groups import LazyGroup
 
 _LOG_LEVEL = "info"
+_ELSEWHERE = frozenset({"TOKEN", "METRICS_ENDPOINTS", "STORE_PASSWORD", "ENGINE_PARENT_PID", "BENCH_STORE"})
+"""KVLOOP_ variables that are no settings: of commands, and those that kvloop's processes give each other."""
+_OF_HAPROXY = "LB_"
 _GC_EVERY = 10_000
 """Objects made, less those gone, between two collections of the young."""
 
@@ -121,6 +124,10 @@ def serve(name: str, settings: Any, ready_file: Path | None, log_level: str) -> 
     except KeyError:
         raise ConfigError(f"log_level: no level {log_level!r}; use debug, info, warning or error") from None
 
+    for variable in strange_variables(name):
+        # Its value may be a secret.
+        logs.get("serve").warning("unknown_variable", name=variable)
+
     async def run() -> None:
         # Made inside the loop: a gRPC server belongs to the loop it was made in.
         try:
@@ -134,6 +141,18 @@ def serve(name: str, settings: Any, ready_file: Path | None, log_level: str) -> 
             uvloop.run(run())
         except (server.ServerError, Failure) as error:
             raise CommandFailed(f"{name}: {error}") from None
+
+
+def strange_variables(name: str) -> list[str]:
+    """Return the KVLOOP_ variables of the environment that no process or command knows: misspelt, or gone."""
+    from kvloop.runtime.config import ENV_PREFIX, variables
+
+    strange = {found for found in variables() - _ELSEWHERE if not found.startswith(_OF_HAPROXY)}
+    # One environment may serve processes of several kinds; mostly, a role's own settings explain all of it.
+    for role in (name, *(other for other in ROLES if other != name)):
+        if strange:
+            strange -= {field.upper() for field in ROLES[role].load_settings().model_fields}
+    return sorted(ENV_PREFIX + found for found in strange)
 
 
 def _spare_collections() -> None:
@@ -166,6 +185,10 @@ class _Announced:
         ready.say_line(facts)
         if self._ready_file is not None:
             await asyncio.to_thread(ready.announce, self._ready_file, facts)
+
+    async def lost(self) -> None:
+        lost = getattr(self._app, "lost", None)
+        await (lost() if lost is not None else asyncio.Event().wait())
 
     async def drain(self) -> None:
         await self._app.drain()

@@ -74,6 +74,10 @@ class DecodeApp:
         self._servicer.open(parts)
         await self._life.open(load=lambda: float(len(parts.turns)))
 
+    async def lost(self) -> None:
+        """Return once the engine is dead for good."""
+        await self._life.lost()
+
     async def drain(self) -> None:
         """Refuse new turns, serve leases up to the drain limit, then let go of what is left."""
         self._servicer.drain()

@@ -1,13 +1,14 @@
 """What prefill and decode workers have in common: settings, facts, and the life around an engine.
 
 A worker listens at once (alive, not ready), brings its engine up, then is ready: health says so, and the
-registry knows it. An engine that fails takes readiness away until it is well again.
+registry knows it. An engine that fails takes readiness away until it is well again; one that stays dead ends
+the process, since only another process can serve (run_until_signal).
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -30,6 +31,8 @@ from kvloop.v1alpha1 import turn_pb2, worker_pb2
 
 HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
+DEAD_S = 10.0
+"""For how long an engine is dead before its process ends."""
 FAREWELL_S = 1.0
 
 _ROLES: dict[Role, "worker_pb2.WorkerRole.ValueType"] = {
@@ -37,6 +40,8 @@ _ROLES: dict[Role, "worker_pb2.WorkerRole.ValueType"] = {
     "decode": worker_pb2.WORKER_ROLE_DECODE,
 }
 _log = logs.get("worker")
+
+Health = Literal["well", "silent", "dead"]
 
 
 class WorkerSettings(ObservedSettings, GuardedSettings, EngineSettings):  # type: ignore[misc]  # both bases' model_config are merged
@@ -135,6 +140,10 @@ class WorkerLife:
         self._role = role
         self._draining = False
         self._opened = False
+        self._started = False
+        self._dead = asyncio.Event()
+        # Absent while the model loads: only an engine that was up can be down.
+        self.metrics.clear("kvloop_engine_up")
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start_engine(self) -> None:
@@ -149,6 +158,11 @@ class WorkerLife:
         self.endpoint = at
         self.worker_id = self.worker_id or f"{self._role}@{at}"
         await self.engine.start()
+        self._started = True
+
+    async def lost(self) -> None:
+        """Return once the engine has been dead for a while: it does not come back."""
+        await self._dead.wait()
 
     async def open(self, load: Callable[[], float]) -> None:
         """Be ready, stay known to the registry, and watch the engine."""
@@ -210,25 +224,39 @@ class WorkerLife:
         watch_store(self.metrics, self.store)
 
     async def _probe_engine(self) -> None:
-        up = await self._is_well()
+        if not self._started:
+            return
+        up = await self._health() == "well"
         self.metrics.put("kvloop_engine_up", value=up)
         if up:
-            watch_engine(self.metrics, await self.engine.pool(), await self.engine.counters())
+            pool = await self.engine.pool()
+            watch_engine(self.metrics, pool, await self.engine.counters())
+            may_hold = self._settings.hold_share * pool.total_blocks
+            self.metrics.put("kvloop_pool_hold_limit_blocks", value=may_hold)
 
     async def _watch_health(self) -> None:
         well = True
+        now = asyncio.get_running_loop().time
+        alive_at = now()
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            now_well = await self._is_well()
-            if now_well != well and not self._draining:
-                well = now_well
+            health = await self._health()
+            if (health == "well") != well and not self._draining:
+                well = health == "well"
                 _log.warning("engine_health", worker_id=self.worker_id, well=well)
                 await self.server.set_ready(well)
+            if health != "dead":
+                alive_at = now()
+            elif now() - alive_at >= DEAD_S and not self._dead.is_set():
+                _log.error("engine_dead", worker_id=self.worker_id)
+                self._dead.set()
 
-    async def _is_well(self) -> bool:
+    async def _health(self) -> Health:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await self.engine.check_health()
-        except (Failure, TimeoutError):
-            return False
-        return True
+        except TimeoutError:
+            return "silent"
+        except Failure:
+            return "dead"
+        return "well"

@@ -70,6 +70,10 @@ class PrefillApp:
         self._opened = True
         await self._life.open(load=lambda: float(self._legs.running))
 
+    async def lost(self) -> None:
+        """Return once the engine is dead for good."""
+        await self._life.lost()
+
     async def drain(self) -> None:
         """Refuse new turns; return when what they made was fetched, or can't be any more."""
         self._servicer.drain()

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import NoDecode
 
 from kvloop.runtime import endpoints
 from kvloop.runtime.config import ObservedSettings
@@ -12,7 +11,6 @@ from kvloop.runtime.security import GuardedSettings
 
 MIN_SECRET_BYTES = 16
 
-Endpoints = Annotated[tuple[str, ...], NoDecode]
 Seed = Annotated[float, Field(ge=0)]
 
 
@@ -21,9 +19,9 @@ class RouterSettings(ObservedSettings, GuardedSettings):
 
     listen: str = "127.0.0.1:7600"
     """host:port of RouterService; port 0 takes any."""
-    prefill_endpoints: Endpoints = ()
+    prefill_endpoints: tuple[str, ...] = ()
     """host:port of PrefillServices; a comma-separated text does as well."""
-    decode_endpoints: Endpoints = ()
+    decode_endpoints: tuple[str, ...] = ()
     """host:port of DecodeServices."""
     discover: bool | None = None
     """Whether workers that announce themselves in the store are used, besides those named; absent: where
@@ -55,14 +53,14 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     by_cost: bool = True
     """Whether the cheapest of the ways that are open is taken, by measured costs; otherwise the first of
     DIRECT, READBACK and RECOMPUTE that threshold and limits leave open."""
-    seed_compute: Annotated[tuple[Seed, Seed, Seed], NoDecode] = (20.0, 0.0877, 1.98e-6)
+    seed_compute: tuple[Seed, Seed, Seed] = (20.0, 0.0877, 1.98e-6)
     """Expected before anything is measured: milliseconds per prefill, per token, and per (end^2 - start^2)
     of the positions computed."""
-    seed_transfer: Annotated[tuple[Seed, Seed, Seed], NoDecode] = (6.5, 3.5e-9, 0.015)
+    seed_transfer: tuple[Seed, Seed, Seed] = (6.5, 3.5e-9, 0.015)
     """The same of a KV read: milliseconds per read, per byte, per descriptor."""
     seed_first_step_ms: Annotated[float, Field(gt=0)] = 25.0
     """The same of a first token once the KV is there."""
-    seed_kv: Annotated[tuple[Seed, Seed], NoDecode] = (262_144.0, 0.0078)
+    seed_kv: tuple[Seed, Seed] = (262_144.0, 0.0078)
     """The same of the KV of a token: bytes, descriptors."""
     explained_turns: Annotated[int, Field(ge=0, le=100_000)] = 1024
     """How many turns are remembered for `kvloop explain`."""

@@ -211,7 +211,8 @@ CATALOGUE: tuple[Metric, ...] = (
     _counter("transfer_bytes", "Bytes of those reads.", of=WORKERS),
     _counter("transfer_descriptors", "Contiguous ranges of those reads.", of=WORKERS),
     # The engine's own counters and pool.
-    _gauge("engine_up", "1 while the engine answers.", of=WORKERS),
+    _gauge("pool_hold_limit_blocks", "KV blocks that leases may hold: hold_share of the pool.", of=WORKERS),
+    _gauge("engine_up", "1 while the engine lives, 0 when it has died; absent while it loads.", of=WORKERS),
     _counter(
         "engine_prompt_tokens",
         "Prompt tokens, by where the engine's scheduler found their KV.",

@@ -1,13 +1,20 @@
 """Settings of a process: flags, then KVLOOP_* environment, then a YAML file, then defaults."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from kvloop.runtime import endpoints
 
@@ -16,6 +23,20 @@ ENV_PREFIX = "KVLOOP_"
 
 class ConfigError(Exception):
     """Settings that contradict or don't parse; the text says what to change."""
+
+
+class _Environment(EnvSettingsSource):
+    """KVLOOP_*: lists as JSON or separated by commas, mappings as JSON."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        """Return the value of a list or mapping. Raises ConfigError."""
+        text = str(value).strip()
+        if get_origin(field.annotation) in (tuple, list) and not text.startswith("["):
+            return [part.strip() for part in text.split(",") if part.strip()]
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ConfigError(f"{field_name}: {ENV_PREFIX}{field_name.upper()} is not JSON") from None
 
 
 class Settings(BaseSettings):
@@ -39,8 +60,8 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Leave dotenv files and secret folders out."""
-        return init_settings, env_settings
+        """Leave dotenv files and secret folders out, and read lists as flags do."""
+        return init_settings, _Environment(settings_cls)
 
     @classmethod
     def load(cls, file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Self:
@@ -51,7 +72,7 @@ class Settings(BaseSettings):
         values = _from_file(file) if file is not None else {}
         for name in cls.model_fields:
             # Environment stands above the file, so a name set there is left to its source.
-            if ENV_PREFIX + name.upper() in {key.upper() for key, value in os.environ.items() if value}:
+            if name.upper() in variables():
                 values.pop(name, None)
         values |= {name: value for name, value in (flags or {}).items() if value is not None}
         try:
@@ -93,6 +114,12 @@ class ObservedSettings(TracedSettings):
                 " or listen on 127.0.0.1"
             )
         return self
+
+
+def variables() -> set[str]:
+    """Return the names of KVLOOP_* in the environment that are set to something, without the prefix."""
+    names = {name.upper() for name, value in os.environ.items() if value}
+    return {name.removeprefix(ENV_PREFIX) for name in names if name.startswith(ENV_PREFIX)}
 
 
 def _from_file(file: Path) -> dict[str, Any]:

@@ -54,6 +54,10 @@ class Metrics:
         """Set a gauge, or the sum of a counter that is kept elsewhere."""
         self._values[name][self._key(name, labels)] = float(value)
 
+    def clear(self, name: str) -> None:
+        """Leave a gauge out until it is set."""
+        self._values[name].clear()
+
     def observe(self, name: str, *labels: str, value: float) -> None:
         """Add one observation to a histogram."""
         histogram = self._histograms[name]

@@ -7,7 +7,7 @@ until the end.
 import asyncio
 import signal
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -93,8 +93,20 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-async def run_until_signal(app: App) -> None:
-    """Start an app, serve until SIGTERM or SIGINT, drain, stop. A second signal cuts the drain short."""
+@runtime_checkable
+class Perishable(App, Protocol):
+    """An app that can lose what it can't serve without."""
+
+    async def lost(self) -> None:
+        """Return once nothing but another process can serve."""
+        ...
+
+
+async def run_until_signal(app: App | Perishable) -> None:
+    """Start an app, serve until SIGTERM or SIGINT, drain, stop. A second signal cuts the drain short.
+
+    Raises ServerError when the app is lost, so that whoever watches the process starts another.
+    """
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -108,6 +120,12 @@ async def run_until_signal(app: App) -> None:
             await asyncio.wait({starting})
             return
         starting.result()
+        if isinstance(app, Perishable):
+            losing = asyncio.create_task(app.lost())
+            await asyncio.wait({waiting, losing}, return_when=asyncio.FIRST_COMPLETED)
+            losing.cancel()
+            if not waiting.done():
+                raise ServerError("the engine is dead")
         await waiting
         _log.info("draining")
         draining = asyncio.create_task(app.drain())

@@ -77,4 +77,6 @@ def check_machine(machine: Machine, seen: Sequence[Seen]) -> list[Finding]:
     if machine.nixl_works:
         findings.append(transport.check_backends(machine, backends))
     findings.append(transport.check_transport(machine, backends))
+    if machine.gpus and machine.infiniband:
+        findings.append(transport.check_memlock(machine))
     return findings

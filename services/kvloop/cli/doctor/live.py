@@ -31,6 +31,11 @@ _REMEDIES = {
 }
 
 
+_LATENCY_MS = 10.0
+_FLOOR_BYTES_PER_MS = 1e6
+"""A read between GPUs that takes longer than its latency and this is slow: TCP, or copies through hosts."""
+
+
 async def check_live_read(
     client: Client, infos: Sequence[worker_pb2.WorkerInfo], *, gpus: int
 ) -> list[Finding]:
@@ -65,22 +70,29 @@ async def check_live_read(
     except CommandFailed as error:
         return [fail(NAME, f"a turn failed: {error}", "see the other findings, and the router's log")]
     layout = judge_layout(summary.reuse, block, gpus)
-    return [judge(summary), *([layout] if layout is not None else [])]
+    return [judge(summary, gpus), *([layout] if layout is not None else [])]
 
 
-def judge(summary: turn_pb2.Summary) -> Finding:
-    """Return what a turn that should have read back says."""
+def judge(summary: turn_pb2.Summary, gpus: int) -> Finding:
+    """Return what a turn that should have read back says. gpus: of this host; without any, TCP will do."""
     reuse = summary.reuse
     verdict = turn_pb2.Verdict.Name(reuse.verdict).removeprefix("VERDICT_").lower()
     reason = turn_pb2.ReuseReason.Name(reuse.reason).removeprefix("REUSE_REASON_").lower()
     if verdict == "readback":
         read = reuse.readback
         speed = f", {read.bytes / read.duration_ms / 1e6:.2f} GB/s" if read.duration_ms > 0 else ""
-        return ok(
-            NAME,
+        text = (
             f"{reuse.tokens.readback} tokens, {read.bytes} bytes in {read.duration_ms:.1f} ms{speed}, "
-            f"from {summary.decode_worker} to {summary.prefill_worker}",
+            f"from {summary.decode_worker} to {summary.prefill_worker}"
         )
+        if gpus and read.duration_ms > _LATENCY_MS + read.bytes / _FLOOR_BYTES_PER_MS:
+            return warn(
+                NAME,
+                f"{text}: slow for GPUs, as over TCP or through the hosts' memory",
+                "see transport here and on both workers' hosts (UCX_TLS, UCX_NET_DEVICES, FI_PROVIDER); try "
+                "again when they are idle",
+            )
+        return ok(NAME, text)
     if verdict == "direct":
         return warn(
             NAME,

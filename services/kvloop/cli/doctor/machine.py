@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,20 @@ print(json.dumps(list(agent.get_plugin_list())))
 """
 
 
+_CAP_IPC_LOCK = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Rdma:
+    """One RDMA device, EFA's among them."""
+
+    name: str
+    active: tuple[int, ...] = ()
+    """Ports whose state is ACTIVE."""
+    accessible: bool = False
+    """Whether this process may open it; /sys lists devices that a container was not given, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Facts of one host."""
@@ -31,8 +46,9 @@ class Machine:
     """Whether an agent could be made."""
     nixl_plugins: tuple[str, ...] = ()
     gpus: int = 0
-    infiniband: tuple[str, ...] = ()
-    """RDMA devices, EFA's among them."""
+    infiniband: tuple[Rdma, ...] = ()
+    memlock: int | None = None
+    """Bytes of memory that this process may lock; None: any number."""
     efa_domains: tuple[str, ...] | None = None
     """What `fi_info -p efa` lists; None without the program."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -50,10 +66,44 @@ def look() -> Machine:
         nixl_works=works,
         nixl_plugins=plugins,
         gpus=_entries(Path("/proc/driver/nvidia/gpus")),
-        infiniband=_names(Path("/sys/class/infiniband")),
+        infiniband=rdma_devices(Path("/sys/class"), Path("/dev/infiniband")),
+        memlock=_memlock(),
         efa_domains=_efa(),
         environment={k: v for k, v in os.environ.items() if k.startswith(("UCX_", "FI_", "NIXL_"))},
     )
+
+
+def rdma_devices(classes: Path, nodes: Path) -> tuple[Rdma, ...]:
+    """Return the RDMA devices of /sys/class, and whether their nodes in /dev/infiniband can be opened."""
+    openable = set()
+    for name in _names(classes / "infiniband_verbs"):
+        with contextlib.suppress(OSError):
+            device = (classes / "infiniband_verbs" / name / "ibdev").read_text(encoding="ascii").strip()
+            if os.access(nodes / name, os.R_OK | os.W_OK):
+                openable.add(device)
+    found = []
+    for name in _names(classes / "infiniband"):
+        ports = classes / "infiniband" / name / "ports"
+        active = tuple(int(port) for port in _names(ports) if _is_active(ports / port / "state"))
+        found.append(Rdma(name, active, name in openable))
+    return tuple(found)
+
+
+def _is_active(state: Path) -> bool:
+    try:
+        return "ACTIVE" in state.read_text(encoding="ascii").split()
+    except OSError:
+        return False
+
+
+def _memlock() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    with contextlib.suppress(OSError, StopIteration):
+        status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        effective = next(line.split()[1] for line in status if line.startswith("CapEff:"))
+        if int(effective, 16) >> _CAP_IPC_LOCK & 1:
+            return None
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _nixl() -> tuple[bool, tuple[str, ...]]:

@@ -24,6 +24,7 @@ from kvloop.v1alpha1 import (
 CALL_S = 10.0
 CONNECT_S = 3.0
 STORE_S = 2.0
+_SEE_WORKERS = "see prefill-workers and decode-workers"
 
 
 async def ask(role: str, endpoint: str) -> Seen:
@@ -52,6 +53,8 @@ async def check_side_channels(workers: Sequence[Seen]) -> Finding:
             "reach it",
             "set nixl_side_channel_host to an address of the worker's own host",
         )
+    if all(worker.info is None for worker in workers):
+        return warn(name, "no worker answers, so none was tried", _SEE_WORKERS)
     known = [(w, w.info.side_channel) for w in workers if w.info is not None and w.info.side_channel]
     reached = await asyncio.gather(*(_connects(at) for _, at in known))
     silent = [f"{worker.name} ({at})" for (worker, at), up in zip(known, reached, strict=True) if not up]
@@ -127,6 +130,9 @@ async def check_registry(store: Store, workers: Sequence[Seen]) -> Finding:
         registered = {worker.epoch for worker in (await store.registry.workers()).values()}
     except DirectoryUnavailable:
         return warn(name, "the store did not tell which workers use it", "see the finding on the store")
+    if all(worker.info is None for worker in workers):
+        text = f"{len(registered)} workers registered, but none answers that could be one of them"
+        return warn(name, text, _SEE_WORKERS)
     strangers = [w.name for w in workers if w.info is not None and w.info.epoch not in registered]
     if strangers:
         return fail(

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from kvloop.cli.doctor.findings import Finding, fail, ok, warn
 from kvloop.cli.doctor.machine import Machine
+from kvloop.cli.doctor.ucx import check_ucx
 
 UCX, LIBFABRIC = "UCX", "LIBFABRIC"
 
-# UCX transports that are more than copies through the kernel's TCP; "all" lets UCX choose.
-_FAST = ("all", "rc", "dc", "ud", "ib", "srd", "cuda_ipc", "gdr_copy")
+_MEMLOCK = 1024**3
+"""Bytes that may be locked below which registering buffers is taken to fail."""
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp", "net")
 
 
@@ -45,32 +46,20 @@ def check_transport(machine: Machine, backends: Sequence[str]) -> Finding:
     """Tell what would carry KV, above all whether it would silently be TCP."""
     if LIBFABRIC in backends:
         return _libfabric(machine)
-    return _ucx(machine)
+    return check_ucx(machine)
 
 
-def _ucx(machine: Machine) -> Finding:
-    name = "transport"
-    if machine.gpus == 0:
-        return ok(name, "UCX over TCP, which is all that a host without GPUs needs")
-    asked = machine.environment.get("UCX_TLS", "all")
-    excluded = asked.startswith("^")
-    transports = [part.strip() for part in asked.lstrip("^").split(",")]
-    fast = [part for part in transports if part.startswith(_FAST)]
-    if not excluded and not fast:
-        return fail(
-            name,
-            f"UCX_TLS={asked} leaves nothing but TCP: KV would silently take the slow way",
-            "unset UCX_TLS, or add rc and cuda_ipc to it",
-        )
-    devices = [device for device in machine.infiniband if not device.startswith("efa")]
-    if not devices:
+def check_memlock(machine: Machine) -> Finding:
+    """Tell whether memory can be registered with RDMA devices."""
+    name, limit = "memlock", machine.memlock
+    if limit is not None and limit < _MEMLOCK:
         return warn(
             name,
-            f"UCX_TLS={asked}, but there is no InfiniBand or RoCE device: between hosts UCX silently "
-            "falls back to TCP",
-            "on EFA use the LIBFABRIC backend; elsewhere check the RDMA driver (ibv_devices)",
+            f"RLIMIT_MEMLOCK is {limit // 1024} KiB: RDMA devices may refuse to register the engines' memory",
+            "raise it where the process comes from: ulimit -l, ulimits.memlock (Compose), "
+            "LimitMEMLOCK=infinity of the node's container runtime (Kubernetes)",
         )
-    return ok(name, f"UCX ({asked}) over {', '.join(devices)}")
+    return ok(name, "unlimited" if limit is None else f"{limit // 1024**2} MiB")
 
 
 def _libfabric(machine: Machine) -> Finding:

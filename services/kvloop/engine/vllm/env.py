@@ -9,6 +9,7 @@ import importlib.util
 import ipaddress
 import os
 import random
+import shutil
 import socket
 from pathlib import Path
 
@@ -65,9 +66,20 @@ def defaults(settings: EngineSettings) -> dict[str, str]:
         env["UCX_TLS"] = "tcp,self"
         if is_loopback(settings.nixl_side_channel_host):
             env["UCX_NET_DEVICES"] = "lo"
-    elif importlib.util.find_spec("flashinfer") is None:
+    elif not _flashinfer_samples():
         env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return env
+
+
+def _flashinfer_samples() -> bool:
+    """Return whether FlashInfer's sampler is there: compiled beforehand, or with nvcc to compile it."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return False
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return True
+    # As FlashInfer looks for it.
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()
 
 
 def apply(settings: EngineSettings, port: int) -> None:
