@@ -54,7 +54,8 @@ class Session:
         self._opened = asyncio.get_running_loop().create_future()
         self._holding = asyncio.create_task(self._hold(self._opened))
         try:
-            await asyncio.wait({self._opened, self._holding}, return_when=asyncio.FIRST_COMPLETED)
+            awaited: set[asyncio.Future[Any]] = {self._opened, self._holding}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if not self._opened.done():
                 raise _outcome(self._holding) or _given_up()
             await self._opened
