@@ -14,7 +14,7 @@ _START_S = 240
 class Gateway:
     """A gateway process; its logs go to a file in the folder."""
 
-    def __init__(self, settings: dict[str, object], folder: Path) -> None:
+    def __init__(self, settings: dict[str, object], folder: Path, **environment: str) -> None:
         config, ready, self.log = folder / "gateway.yaml", folder / "ready", folder / "log"
         config.write_text(json.dumps(settings))
         command = [sys.executable, "-m", "kvloop.cli.main", "serve", "gateway", "--log-level", "warning"]
@@ -23,7 +23,7 @@ class Gateway:
                 [*command, "--config", str(config), "--ready-file", str(ready)],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PYTHONWARNINGS": "ignore"},
+                env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
             )
         wait_until(lambda: ready.exists() or self.process.poll() is not None, _START_S)
         assert ready.exists(), self.log.read_text()[-2000:]

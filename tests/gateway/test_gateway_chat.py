@@ -59,6 +59,15 @@ def refusal(stub: chat_service_pb2_grpc.ChatServiceStub, asked: pb.ChatRequest, 
     return from_rpc_error(caught.value, Reason.ERROR_REASON_UNSPECIFIED)
 
 
+def test_ends_of_lines_that_json_does_not_have(
+    stub: chat_service_pb2_grpc.ChatServiceStub, router: FakeRouter
+) -> None:
+    said = "a\u2028b\u0085c\u2029d\x0be\r\nf"
+    router.scripts.append(router.say(said))
+    deltas, _ = ask(stub, request())
+    assert "".join(delta.content for delta in deltas) == said
+
+
 def test_a_chat(stub: chat_service_pb2_grpc.ChatServiceStub, router: FakeRouter) -> None:
     router.scripts.append(router.say("Hello there, friend.", readback=12))
     asked = request(

@@ -87,6 +87,37 @@ def test_what_is_absent_or_null_passes() -> None:
     admission.check_body({"vllm_xargs": {"session_id": "s", "top_n": 3}, "cache_salt": "x" * 256})
 
 
+@pytest.mark.parametrize("value", [65, "65", 65.0, 1e300, "1e400"])
+def test_too_many_answers_are_refused(value: object) -> None:
+    with pytest.raises(Failure, match="at most 64 answers") as caught:
+        admission.check_body({"n": value}, max_turns=64)
+    assert caught.value.field == "n"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": ["x"] * 64}, None),
+        ({"prompt": ["x"] * 65}, "prompt"),
+        ({"prompt": [[1, 2]] * 65}, "prompt"),
+        ({"prompt": [1] * 65, "n": 64}, None),
+        ({"prompt": ["x"] * 8, "n": 8}, None),
+        ({"prompt": ["x"] * 13, "n": 5}, "n"),
+        ({"prompt": "x" * 65, "n": None}, None),
+        ({"prompt": [], "n": "many"}, None),
+        ({"n": -5}, None),
+        ({"n": float("nan")}, None),
+    ],
+)
+def test_answers_are_those_to_all_prompts(body: dict[str, object], field: str | None) -> None:
+    if field is None:
+        admission.check_body(body, max_turns=64)
+        return
+    with pytest.raises(Failure) as caught:
+        admission.check_body(body, max_turns=64)
+    assert caught.value.field == field
+
+
 def test_deadlines() -> None:
     def timeout(text: str | None) -> float:
         headers = {} if text is None else {"x-request-timeout": text}
@@ -166,6 +197,19 @@ def test_problems_in_both_forms() -> None:
 )
 def test_other_bodies_are_understood(body: object, message: str) -> None:
     assert problems.from_body(404, body) == Problem(404, message, "p" if message == "m" else None)
+
+
+def test_what_a_server_says_of_its_own_fault_is_not_repeated() -> None:
+    said = {"error": {"message": "'user\\nXyzzy'", "param": "Xyzzy"}}
+    assert problems.from_body(500, said) == Problem(500, "unexpected failure")
+    assert problems.from_body(499, said).message == "'user\\nXyzzy'"
+
+
+def test_errors_in_streams_are_told_from_answers() -> None:
+    assert sse.is_error(b'data: {"error": {"message": "m"}}\n\n')
+    assert sse.is_error(b"event: error\ndata: {}\n\n")
+    for other in (b"", b"data: [DONE]\n\n", b'data: {"id":"x","error":{}}\n\n', b"event: ping\ndata: {}\n\n"):
+        assert not sse.is_error(other)
 
 
 def completed(event: dict[str, object], cached: int = 5) -> dict[str, object]:

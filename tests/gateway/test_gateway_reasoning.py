@@ -1,45 +1,19 @@
 """What vLLM's serving code knows of a prompt's reasoning gets to the worker that constrains the answer."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gateway_client import PROMPT, Recorder, client_of, sampling
 
-from kvloop.gateway.client import RouterEngineClient
-from kvloop.v1alpha1 import router_service_pb2, turn_pb2
+from kvloop.v1alpha1 import router_service_pb2
 
 pytestmark = pytest.mark.vllm
 
-PROMPT = {"type": "token", "prompt_token_ids": [5, 6, 7]}
-
-
-class Recorder:
-    """Routers that answer nothing but the end."""
-
-    def __init__(self) -> None:
-        self.asked: list[router_service_pb2.GenerateRequest] = []
-
-    async def generate(self, request: router_service_pb2.GenerateRequest, **_call: Any) -> Any:
-        self.asked.append(request)
-        yield router_service_pb2.GenerateResponse(
-            summary=turn_pb2.Summary(finish_reason=turn_pb2.FINISH_REASON_STOP)
-        )
-
 
 async def asked(params: dict[str, Any], **told: Any) -> router_service_pb2.GenerateRequest:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
     routers = Recorder()
-    base = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=100)),
-        renderer=None,
-        input_processor=SimpleNamespace(process_inputs=lambda *_inputs: None),
-    )
-    settings = SimpleNamespace(model_name="m", client_priority=False, hold_on_cancel=True)
-    metrics = SimpleNamespace(ended=lambda *_told: None, failed=lambda *_told: None)
-    client = RouterEngineClient(base, routers, settings, None, metrics)  # type: ignore[arg-type]
-    sampling = SamplingParams(**params, max_tokens=5, output_kind=RequestOutputKind.DELTA)
-    outputs = [output async for output in client.generate(PROMPT, sampling, "r", **told)]
+    turn = client_of(routers).generate(PROMPT, sampling(**params), "r", **told)
+    outputs = [output async for output in turn]
     assert outputs[-1].finished
     (request,) = routers.asked
     return request

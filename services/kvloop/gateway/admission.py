@@ -37,8 +37,11 @@ _REUSE = {
 }
 
 
-def check_body(body: Mapping[str, Any]) -> None:
-    """Refuse what a client must not send. Failure INVALID_FIELD or TRANSFER_PARAMS_REFUSED."""
+def check_body(body: Mapping[str, Any], *, max_turns: int = 1) -> None:
+    """Refuse what a client must not send. Failure INVALID_FIELD or TRANSFER_PARAMS_REFUSED.
+
+    max_turns: how many answers one request may ask for.
+    """
     for name in _TRANSFER:
         if body.get(name) is not None:
             raise Failure(
@@ -49,6 +52,11 @@ def check_body(body: Mapping[str, Any]) -> None:
     for name, sentence in _UNSERVED.items():
         if body.get(name):
             raise invalid(name, sentence)
+    answers, prompts = _answers(body.get("n")), _prompts(body.get("prompt"))
+    if answers * prompts > max_turns:
+        raise invalid(
+            "prompt" if prompts > max_turns else "n", f"at most {max_turns} answers a request are served"
+        )
     items = body.get("input")
     if isinstance(items, list) and any(_refers(item) for item in items):
         raise invalid("input", "items are not stored here; send each with its type or role")
@@ -61,6 +69,23 @@ def check_body(body: Mapping[str, Any]) -> None:
             check_extra_args(json.dumps(xargs))
         except Failure as failure:
             raise Failure(failure.reason, failure.message, field="vllm_xargs") from None
+
+
+def _answers(value: object) -> float:
+    """Return how many answers to each prompt vLLM reads; what it does not take is one."""
+    if isinstance(value, int | float | str):
+        try:
+            return max(1.0, float(value))
+        except (ValueError, OverflowError):
+            pass
+    return 1.0
+
+
+def _prompts(value: object) -> int:
+    """Return how many prompts these are; token ids in a row are one."""
+    if isinstance(value, list) and value and not isinstance(value[0], int | float):
+        return len(value)
+    return 1
 
 
 def _refers(item: object) -> bool:

@@ -29,7 +29,6 @@ class GatewayApp:
         self._chat_endpoint = ""
         self._grpc: GrpcServer | None = None
         self._chat: Any = None
-        self._sessions: Any = None
         self._routers: Any = None
         self._client: Any = None
         self._door: Any = None
@@ -78,7 +77,7 @@ class GatewayApp:
         self._door = Door(inner, settings)
         await self._start_chat(compat.ChatServing(inner, base), security)
         config = uvicorn.Config(
-            self._door,
+            compat.with_cors(self._door, base),
             log_config=None,
             access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
@@ -115,21 +114,21 @@ class GatewayApp:
         except ValueError as error:
             raise ConfigError(f"chat_listen: {error}") from None
         self._grpc = GrpcServer([SERVICE], security)
-        self._sessions = Sessions(self._routers)
-        self._chat = ChatServicer(serving, self._settings, self._sessions)
+        self._chat = ChatServicer(serving, self._settings, Sessions(self._routers))
         chat_service_pb2_grpc.add_ChatServiceServicer_to_server(self._chat, self._grpc.server)
         port = await self._grpc.start(self._settings.chat_listen)
         self._chat_endpoint = str(at._replace(port=port))
         await self._grpc.set_ready(True)
 
     async def drain(self) -> None:
-        """Fail health checks and let running requests end."""
+        """Fail health checks, refuse new turns, and let running requests end."""
         if self._client is None or self._door is None:
             return
         self._client.start_draining()
+        self._door.start_draining()
         if self._grpc is not None:
             await self._grpc.set_ready(False)
-            self._sessions.end()
+            self._chat.start_draining()
         limit = time.monotonic() + self._settings.drain_s
         while self._open and time.monotonic() < limit:  # noqa: ASYNC110 - the limit ends it
             await asyncio.sleep(_POLL_S)

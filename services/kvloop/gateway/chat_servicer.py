@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 
-from kvloop.gateway import admission, compat, exchange
+from kvloop.gateway import admission, compat, exchange, problems
 from kvloop.gateway.chat_answer import ChatAnswer
 from kvloop.gateway.chat_request import to_body
 from kvloop.gateway.exchange import Exchange
@@ -39,14 +39,22 @@ class ChatServicer(chat_service_pb2_grpc.ChatServiceServicer):
         self._serving = serving
         self._settings = settings
         self._sessions = sessions
+        self._draining = False
         self.open_turns = 0
         """Turns being served."""
+
+    def start_draining(self) -> None:
+        """Refuse new turns and sessions from now on, and end the sessions that are open."""
+        self._draining = True
+        self._sessions.end()
 
     @stream
     async def Chat(  # noqa: N802 - gRPC's name
         self, request: pb.ChatRequest, context: Context
     ) -> AsyncIterator[pb.ChatResponse]:
         """Serve one turn. Nothing is sent before its first output."""
+        if self._draining:
+            raise problems.draining()
         here = self._admit(request, context)
         body = to_body(request, vocab_size=self._serving.vocab_size)
         exchange.enter(here)

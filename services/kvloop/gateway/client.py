@@ -2,7 +2,8 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from kvloop.gateway import compat, exchange, problems
@@ -12,7 +13,8 @@ from kvloop.gateway.metrics import Metrics
 from kvloop.gateway.outputs import Answer
 from kvloop.gateway.router import Metadata
 from kvloop.gateway.routers import Routers
-from kvloop.gateway.sampling import tell_reasoning, to_proto
+from kvloop.gateway.sampling import check_prompt_logprobs, tell_reasoning, to_proto
+from kvloop.gateway.segments import Rendering
 from kvloop.gateway.settings import GatewaySettings
 from kvloop.runtime import tokens, tracing
 from kvloop.runtime.errors import Failure
@@ -122,6 +124,7 @@ class RouterEngineClient:
             ids = compat.prompt_ids(prompt)
             rendered = here.rendering is not None and here.rendering.ids is ids
             compat.check_inputs(self, request_id, prompt, sampling_params, rendered=rendered)
+            check_prompt_logprobs(sampling_params, len(ids), self.model_config)
             sampling = to_proto(sampling_params, room=self.model_config.max_model_len - len(ids))
             tell_reasoning(sampling, reasoning_ended, reasoning_parser_kwargs)
             turns = self._turns(
@@ -134,9 +137,11 @@ class RouterEngineClient:
                 priority=priority,
             )
             whole = not compat.wants_deltas(sampling_params)
-            async for output in turns[0] if len(turns) == 1 else _merge(turns, whole=whole):
-                here.answered = True
-                yield output
+            outputs = turns[0] if len(turns) == 1 else _merge(turns, whole=whole)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    here.answered = True
+                    yield output
         except Failure as failure:
             problem = problems.from_failure(failure)
             here.problem = here.problem or problem
@@ -160,11 +165,14 @@ class RouterEngineClient:
         request_id: str,
         adapter: str,
         priority: int,
-    ) -> list[AsyncIterator[Any]]:
+    ) -> list[AsyncGenerator[Any, None]]:
         ids = compat.prompt_ids(prompt)
         rendering = here.rendering
-        packed = rendering.packed() if rendering and rendering.ids is ids else tokens.pack(ids)
-        turns: list[AsyncIterator[Any]] = []
+        if rendering is not None and rendering.ids is not ids:
+            # Of another prompt, or tokenized in another way.
+            rendering = None
+        packed = rendering.packed() if rendering is not None else tokens.pack(ids)
+        turns: list[AsyncGenerator[Any, None]] = []
         for index in range(params.n):
             message = router_service_pb2.GenerateRequest(
                 request_id=here.request_id if here.turns == 0 else exchange.mint_request_id(),
@@ -184,7 +192,7 @@ class RouterEngineClient:
             here.turns += 1
             here.running += 1
             answer = Answer(request_id, ids, params, index)
-            turns.append(self._turn(here, message, answer, remember=params.n == 1))
+            turns.append(self._turn(here, message, answer, rendering if params.n == 1 else None))
         return turns
 
     def _name(self, message: router_service_pb2.GenerateRequest, here: Exchange) -> None:
@@ -211,8 +219,12 @@ class RouterEngineClient:
         message.retention.hold = message.retention.hold_on_cancel = False
 
     async def _turn(
-        self, here: Exchange, message: router_service_pb2.GenerateRequest, answer: Answer, *, remember: bool
-    ) -> AsyncIterator[Any]:
+        self,
+        here: Exchange,
+        message: router_service_pb2.GenerateRequest,
+        answer: Answer,
+        rendering: Rendering | None,
+    ) -> AsyncGenerator[Any, None]:
         metadata: Metadata = tracing.outgoing() or here.trace
         if here.authorization:
             metadata = (*metadata, ("authorization", here.authorization))
@@ -224,27 +236,32 @@ class RouterEngineClient:
                     if output is not None:
                         yield output
                 elif response.HasField("summary"):
-                    self._ended(here, response.summary, answer, remember=remember)
+                    self._ended(here, response.summary, answer, rendering)
                     yield answer.end(response.summary)
         finally:
             here.running -= 1
             await stream.aclose()
 
-    def _ended(self, here: Exchange, summary: turn_pb2.Summary, answer: Answer, *, remember: bool) -> None:
+    def _ended(
+        self, here: Exchange, summary: turn_pb2.Summary, answer: Answer, rendering: Rendering | None
+    ) -> None:
         here.summaries.append(summary)
         self._metrics.ended(here, summary)
-        if remember and here.rendering is not None:
-            self._history.remember(here, answer.ids, answer.text, summary)
+        self._history.accept(here.tenant)
+        if rendering is not None:
+            self._history.remember(
+                here.tenant, rendering, answer.ids, answer.text, summary, hides=answer.hides
+            )
 
 
-async def _merge(turns: list[AsyncIterator[Any]], *, whole: bool) -> AsyncIterator[Any]:
+async def _merge(turns: list[AsyncGenerator[Any, None]], *, whole: bool) -> AsyncGenerator[Any, None]:
     """Yield outputs of several turns as they come, or one output of all of them at the end.
 
     One that fails ends all.
     """
     queue: asyncio.Queue[tuple[Any, Exception | None]] = asyncio.Queue(_FORK_QUEUE)
 
-    async def drain(turn: AsyncIterator[Any]) -> None:
+    async def drain(turn: AsyncGenerator[Any, None]) -> None:
         try:
             async for output in turn:
                 await queue.put((output, None))
@@ -252,7 +269,7 @@ async def _merge(turns: list[AsyncIterator[Any]], *, whole: bool) -> AsyncIterat
         except Exception as error:  # noqa: BLE001 - handed to whoever reads the queue
             await queue.put((None, error))
         finally:
-            await turn.aclose()  # type: ignore[attr-defined]
+            await turn.aclose()
 
     tasks = [asyncio.create_task(drain(turn)) for turn in turns]
     left = len(tasks)

@@ -16,14 +16,20 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvloop.gateway import problems
 from kvloop.gateway.problems import Problem
 from kvloop.gateway.settings import GatewaySettings
+from kvloop.runtime import logs
 from kvloop.runtime.errors import Failure, Reason, invalid
 from kvloop.v1alpha1 import turn_pb2
+
+_log = logs.get("gateway")
 
 TASKS = ("generate",)
 _DATA = "data: "
 _DONE = "[DONE]"
+# They log tracebacks of refused requests and of answers that don't parse, with what was asked and answered.
+_LOGS_OF_TEXTS = ("vllm.entrypoints", "vllm.tool_parsers", "vllm.parser", "vllm.reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,8 @@ def prepare_environment(settings: GatewaySettings) -> None:
     os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "0"
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-        # Its serving code logs a traceback for every refused request, and some repeat the input.
-        logging.getLogger("vllm.entrypoints").setLevel(logging.CRITICAL)
+    for name in _LOGS_OF_TEXTS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Connectors and engine hooks are other processes' affair.
     os.environ.setdefault("VLLM_PLUGINS", "")
@@ -118,6 +124,20 @@ async def build_app(base: Base, client: Any, adapters: Sequence[str]) -> Any:
     return app
 
 
+def with_cors(app: Any, base: Base) -> Any:
+    """Return an app whose answers, refusals included, a browser may read where vLLM's own would let it."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    args = base.args
+    return CORSMiddleware(
+        app,
+        allow_origins=args.allowed_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+    )
+
+
 class Refused(Exception):
     """A chat that vLLM's serving code does not take."""
 
@@ -162,7 +182,8 @@ class ChatServing:
             raise Refused(Problem(int(told.code), told.message, told.param))
         try:
             async for event in events:
-                for line in event.splitlines():
+                # JSON leaves the other ends of lines that Unicode knows as they are.
+                for line in event.split("\n"):
                     if line.startswith(_DATA) and not line.endswith(_DONE):
                         yield json.loads(line[len(_DATA) :])
         finally:
@@ -192,6 +213,10 @@ def problem_of(error: Exception) -> Problem:
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
     response = create_error_response(error).error
+    if response.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        # Nobody wrote its text for a client: it may be a piece of a prompt.
+        _log.error("unexpected_failure", error=type(error).__name__)
+        return Problem(int(response.code), problems.UNEXPECTED)
     return Problem(int(response.code), response.message, response.param)
 
 
@@ -297,79 +322,3 @@ def check_inputs(base: Any, request_id: str, prompt: Any, params: Any, *, render
     if rendered and 0 < len(ids) < base.model_config.max_model_len:
         prompt = {**prompt, "prompt_token_ids": ids[-1:]}
     base.input_processor.process_inputs(request_id, prompt, params, TASKS)
-
-
-def special_tokens(renderer: Any) -> dict[str, int] | None:
-    """Return the tokens at which the renderer's tokenizer cuts every text, or None when it can't be told.
-
-    Tokens that swallow white space around them, or match only whole words, depend on their neighbours; a
-    tokenizer that marks the beginning of a text (SentencePiece) treats its first piece apart.
-    """
-    tokenizer = renderer.tokenizer
-    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
-        return None
-    added = tokenizer.added_tokens_decoder
-    if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
-        return None
-    return {token.content: number for number, token in added.items() if not token.normalized} or None
-
-
-def plain_encoder(renderer: Any) -> Callable[[list[str]], list[list[int]]]:
-    """Return a function from texts to ids without special tokens added; blocking."""
-    tokenizer = renderer.tokenizer
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-    return encode
-
-
-def hook_tokenizer(
-    renderer: Any, render: Callable[[str, Callable[[], Awaitable[list[int]]]], Awaitable[list[int]]]
-) -> None:
-    """Let `render` turn chat texts into ids; it gets the text and the full tokenization to fall back on.
-
-    Texts that need more than ids (offsets, truncation, special tokens added) go the renderer's own way.
-    """
-    full = renderer._tokenize_prompt_async
-
-    async def tokenize(prompt: Any, params: Any) -> Any:
-        options = params.get_encode_kwargs()
-        if (
-            params.add_special_tokens
-            or params.truncate_prompt_tokens is not None
-            or renderer._wants_offsets(prompt, params)
-        ):
-            return await full(prompt, params)
-
-        async def whole() -> list[int]:
-            ids: list[int] = (await full(prompt, params))["prompt_token_ids"]
-            return ids
-
-        ids = await render(prompt["prompt"], whole)
-        limit = options.get("max_length")
-        # Too long either way: the renderer's own path says so in its own words.
-        if limit is not None and len(ids) > limit:
-            return await full(prompt, params)
-        built = renderer._build_tokens_prompt(ids, prompt)
-        # vLLM's is a copy. The list itself tells later on that these are ids that were rendered here.
-        built["prompt_token_ids"] = ids
-        return built
-
-    renderer._tokenize_prompt_async = tokenize
-
-
-def executor_of(renderer: Any) -> Any:
-    """Return the pool on which the renderer's blocking work runs."""
-    return renderer._executor
-
-
-def decode_exactly(renderer: Any, ids: Sequence[int]) -> str:
-    """Return the text of generated ids with nothing left out."""
-    text: str = renderer.tokenizer.decode(
-        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return text
-
-
-Outputs = AsyncIterator[Any]

@@ -1,14 +1,14 @@
 """The gateway's use of the segment cache: rendering chats, and remembering what was generated."""
 
 import asyncio
+import bisect
 import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvloop.gateway import compat, exchange
-from kvloop.gateway.exchange import Exchange
+from kvloop.gateway import exchange, tokenizing
 from kvloop.gateway.metrics import Metrics
-from kvloop.gateway.segments import SegmentCache
+from kvloop.gateway.segments import Rendering, SegmentCache
 from kvloop.gateway.settings import GatewaySettings
 from kvloop.runtime import logs
 from kvloop.v1alpha1 import turn_pb2
@@ -22,6 +22,9 @@ _PROBES = (
     "a{0}bé中文😀{1}‍e\u0301 {0}\r\n{1}",
 )
 
+_TOKENS_A_CHARACTER = 4
+"""A character has at most four bytes, and a token that shows anything at least one."""
+
 
 class History:
     """Renders chats through the cache while it is proven to give the tokenizer's own ids."""
@@ -33,11 +36,12 @@ class History:
         self._exact = settings.exact_history
         self._check_every = settings.render_check_every
         self._rendered = 0
-        self._encode = compat.plain_encoder(renderer)
+        self._encode = tokenizing.plain_encoder(renderer)
         self._cache: SegmentCache | None = None
-        specials = compat.special_tokens(renderer) if settings.render_cache_bytes else None
+        specials = tokenizing.special_tokens(renderer) if settings.render_cache_bytes else None
         if specials:
             self._specials = frozenset(specials.values())
+            self._hidden = tokenizing.hidden_tokens(renderer)
             self._cache = SegmentCache(
                 specials,
                 max_bytes=settings.render_cache_bytes,
@@ -54,7 +58,7 @@ class History:
         if self._cache is None:
             _log.info("render_cache_off", why="switched off, or pieces depend on each other")
             return
-        names = sorted(compat.special_tokens(self._renderer) or ())
+        names = sorted(tokenizing.special_tokens(self._renderer) or ())
         marks = (names + names)[:2]
         for probe in _PROBES:
             text = probe.format(*marks)
@@ -62,15 +66,16 @@ class History:
             if rendering.ids != (await self._encode_pieces([text]))[0]:
                 self._give_up("probe")
                 return
-        compat.hook_tokenizer(self._renderer, self.render)
+        tokenizing.hook_tokenizer(self._renderer, self.render)
 
     async def render(self, text: str, whole: Callable[[], Awaitable[list[int]]]) -> list[int]:
         """Return the ids of a chat; whole: the tokenizer's own, all at once."""
-        if self._cache is None:
+        cache = self._cache
+        if cache is None:
             return await whole()
         here = exchange.current()
-        rendering = await self._cache.render(here.tenant if here else "", text, self._encode_pieces)
-        self._metrics.rendered(rendering, self._cache.size_bytes)
+        rendering = await cache.render(here.tenant if here else "", text, self._encode_pieces)
+        self._metrics.rendered(rendering, cache.size_bytes)
         self._rendered += 1
         if self._check_every and self._rendered % self._check_every == 0 and not rendering.restored_tokens:
             ids = await whole()
@@ -81,32 +86,59 @@ class History:
             here.rendering = rendering
         return rendering.ids
 
-    def remember(self, here: Exchange, ids: list[int], text: str, summary: turn_pb2.Summary) -> None:
-        """Keep the ids that a turn generated for when its text comes back."""
-        if self._cache is None or not self._exact or here.rendering is None:
-            return
-        kept, exact = self._spoken(ids, text, summary)
-        self._cache.remember(here.tenant, here.rendering, exact, kept)
+    def accept(self, tenant: str) -> None:
+        """Take a tenant for one: a router has answered a turn of it."""
+        if self._cache is not None:
+            self._cache.accept(tenant)
 
-    def _spoken(self, ids: list[int], text: str, summary: turn_pb2.Summary) -> tuple[list[int], str]:
-        """Return the ids that stay in the history, and exactly their text.
+    def remember(
+        self,
+        tenant: str,
+        rendering: Rendering,
+        ids: list[int],
+        text: str,
+        summary: turn_pb2.Summary,
+        *,
+        hides: bool,
+    ) -> None:
+        """Keep the ids that a turn generated for when its text comes back.
 
-        The special token that ended the answer is the template's to write. A stop string was generated but
-        never shown; the ids before it stay where the cut falls between two ids.
+        rendering: of the turn's prompt. text: what was shown; hides: without special tokens.
         """
-        end = len(ids)
-        if end and ids[-1] in self._specials:
+        if self._cache is None or not self._exact:
+            return
+        kept = ids[:-1] if ids and ids[-1] in self._specials else ids
+        if summary.HasField("stop_reason") and not summary.stop_reason.isdecimal():
+            kept = self._without_stop(kept, text, hides=hides)
+        self._cache.remember(tenant, rendering, tokenizing.decode(self._renderer, kept), kept)
+
+    def _without_stop(self, ids: list[int], text: str, *, hides: bool) -> list[int]:
+        """Return the ids that show at most the text.
+
+        A stop string was generated but never shown; the ids before it stay where the cut falls between two.
+        """
+        surplus = len(tokenizing.decode(self._renderer, ids, hides=hides)) - len(text)
+        if surplus <= 0:
+            return ids
+        # The cut is somewhere in so many last tokens; what is before them need not be decoded again.
+        base, showing = len(ids), 0
+        while base and showing < _TOKENS_A_CHARACTER * (surplus + 1):
+            base -= 1
+            showing += not (hides and ids[base] in self._hidden)
+
+        def shown(end: int) -> int:
+            return len(tokenizing.decode(self._renderer, ids[base:end], hides=hides))
+
+        limit = shown(len(ids)) - surplus
+        end = bisect.bisect_right(range(base, len(ids) + 1), limit, key=shown) - 1 + base
+        # Those between the text and the stop string were not shown either.
+        while hides and end and ids[end - 1] in self._hidden:
             end -= 1
-        exact = compat.decode_exactly(self._renderer, ids[:end])
-        stopped = summary.HasField("stop_reason") and not summary.stop_reason.isdecimal()
-        while stopped and end and len(exact) > len(text):
-            end -= 1
-            exact = compat.decode_exactly(self._renderer, ids[:end])
-        return ids[:end], exact
+        return ids[: max(0, end)]
 
     async def _encode_pieces(self, texts: list[str]) -> list[list[int]]:
         loop = asyncio.get_running_loop()
-        pool = compat.executor_of(self._renderer)
+        pool = tokenizing.executor_of(self._renderer)
         return await loop.run_in_executor(pool, functools.partial(self._encode, texts))
 
     def _give_up(self, where: str) -> None:

@@ -41,6 +41,11 @@ class Answer:
         """Return all text so far."""
         return "".join(self._text)
 
+    @property
+    def hides(self) -> bool:
+        """Return whether the text leaves special tokens out."""
+        return bool(self._params.skip_special_tokens)
+
     def add(self, chunk: turn_pb2.Chunk) -> Any | None:
         """Return the output to hand on, or None when it is kept for the whole."""
         ids, text = tokens.unpack(chunk.token_ids), chunk.text

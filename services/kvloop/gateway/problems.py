@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from kvloop.runtime.errors import Failure
+from kvloop.runtime.errors import Failure, Reason
+
+_DRAINING_RETRY_S = 1.0
+UNEXPECTED = "unexpected failure"
 
 _STATUS: dict[str, HTTPStatus] = {
     "INVALID_FIELD": HTTPStatus.BAD_REQUEST,
@@ -85,6 +88,13 @@ class Problem:
         return {"type": "error", "code": code, "message": self.message, "param": self.param}
 
 
+def draining() -> Failure:
+    """Return the failure of a turn that comes when the gateway is about to stop."""
+    return Failure(
+        Reason.ERROR_REASON_DRAINING, "this gateway is going away", retry_after_s=_DRAINING_RETRY_S
+    )
+
+
 def from_failure(failure: Failure) -> Problem:
     """Return the problem that a failure is to an HTTP client."""
     status = _STATUS.get(failure.reason_name, HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -93,7 +103,12 @@ def from_failure(failure: Failure) -> Problem:
 
 
 def from_body(status: int, body: Any) -> Problem:
-    """Return the problem that somebody else's error body tells, in whichever form."""
+    """Return the problem that somebody else's error body tells, in whichever form.
+
+    Of a server's own fault it tells no more than that: its text is some exception's.
+    """
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return Problem(status, UNEXPECTED)
     error = body.get("error") if isinstance(body, Mapping) else None
     if isinstance(error, Mapping):
         message, param = error.get("message"), error.get("param")

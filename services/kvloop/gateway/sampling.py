@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvloop.engine.vllm.sampling import from_vllm
+from kvloop.runtime.channels import MAX_MESSAGE_BYTES
 from kvloop.runtime.errors import Failure, Reason, invalid
 from kvloop.v1alpha1 import sampling_pb2
 
 # Parameters that mean an engine of one's own, or that the router's API has no field for.
 _UNSERVED = ("trace_decode_token_ids", "routed_experts_prompt_start")
+MAX_CANDIDATES = MAX_MESSAGE_BYTES // 40
+"""How many log probabilities fit into a message: each has a token, its text, a rank and a number."""
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 
 
@@ -34,6 +37,23 @@ def tell_reasoning(
             proto.structured_outputs.chat_template_kwargs_json = json.dumps(kwargs, allow_nan=False)
         except (TypeError, ValueError):
             raise invalid("chat_template_kwargs", "has a value that JSON does not have") from None
+
+
+def check_prompt_logprobs(params: Any, positions: int, model_config: Any) -> None:
+    """Refuse more of a prompt's log probabilities than one message holds: they all come with the summary.
+
+    Failure INVALID_FIELD.
+    """
+    if params.prompt_logprobs is None:
+        return
+    asked = model_config.get_vocab_size() if params.prompt_logprobs == -1 else params.prompt_logprobs
+    # The prompt's own token comes beside those that were asked for.
+    if positions * (asked + 1) > MAX_CANDIDATES:
+        raise invalid(
+            "prompt_logprobs",
+            f"at most {MAX_CANDIDATES} of all positions together are served; {positions} positions have"
+            f" {positions * (asked + 1)}",
+        )
 
 
 def to_proto(params: Any, *, room: int) -> sampling_pb2.SamplingParams:

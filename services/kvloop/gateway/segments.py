@@ -91,7 +91,7 @@ class SegmentCache:
             elif piece:
                 missing.append(piece)
         fresh = dict(zip(missing, await encode(missing), strict=True)) if missing else {}
-        rendering = self._assemble(cache, text, pieces, held, fresh, start)
+        rendering = self._assemble(cache, text, pieces, held=held, fresh=fresh, start=start)
         for piece, ids in fresh.items():
             cache.keep_piece(piece, ids)
         self._keep_beginning(cache, rendering, start)
@@ -107,6 +107,7 @@ class SegmentCache:
         cache: Tenant,
         text: str,
         pieces: Sequence[str],
+        *,
         held: Mapping[str, Sequence[int]],
         fresh: Mapping[str, Sequence[int]],
         start: tuple[int, Beginning] | None,

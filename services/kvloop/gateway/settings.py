@@ -50,6 +50,8 @@ class GatewaySettings(SecuredSettings, TracedSettings):
     """Whether clients may set a turn's priority; otherwise theirs is ignored."""
     hold_on_cancel: bool = True
     """Whether KV is held after a turn whose client has gone, for the retry."""
+    max_turns_per_request: int = Field(64, ge=1)
+    """Most answers that a request may ask for: its prompts, times n."""
     max_body_bytes: int = Field(16 * MIB, ge=1024)
     """Largest request body."""
     render_cache_bytes: int = Field(256 * MIB, ge=0)

@@ -35,6 +35,11 @@ def complete(event: bytes, report: Report, cached: Callable[[], int]) -> bytes:
     return b"\n".join(lines)
 
 
+def is_error(body: bytes) -> bool:
+    """Tell whether these are the events by which vLLM ends a stream that can't go on."""
+    return body.startswith((b'data: {"error":', b"event: error\n"))
+
+
 def error(body: dict[str, Any]) -> bytes:
     """Return the events that end a stream of chunks which can't go on."""
     return _DATA + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
