@@ -95,7 +95,8 @@ def test_a_chat(stub: chat_service_pb2_grpc.ChatServiceStub, router: FakeRouter)
     assert list(got.sampling.stop) == ["END"]
     assert turn.metadata["authorization"] == "Bearer key-1"
     assert (turn.metadata["traceparent"], turn.metadata["tracestate"]) == (TRACE, "a=b")
-    assert 0 < turn.time_left_s <= TIMEOUT_S
+    # gRPC rounds deadlines up on the wire.
+    assert 0 < turn.time_left_s <= TIMEOUT_S + 1
     assert summary.turn.request_id == got.request_id
     assert router.prompt().endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
@@ -217,7 +218,12 @@ def test_identity_and_retention(stub: chat_service_pb2_grpc.ChatServiceStub, rou
     assert got.cache_salt == "pepper"
     _, summary = ask(stub, request(retention=retention))
     assert summary.identity == "none"
-    assert not router.turns[1].request.retention.hold
+    unnamed = router.turns[1].request.retention
+    assert unnamed.hold
+    assert not unnamed.hold_on_cancel
+    assert unnamed.ttl.seconds == 9
+    ask(stub, request(reuse_policy=router_service_pb2.REUSE_POLICY_FORBID))
+    assert not router.turns[2].request.retention.hold
 
 
 ASSISTANT, USER = pb.CHAT_ROLE_ASSISTANT, pb.CHAT_ROLE_USER

@@ -202,11 +202,14 @@ class RouterEngineClient:
         prompts) read what it holds and leave nothing behind.
         """
         own = here.identity
-        if own.conversation_id:
+        # A client that names no conversation comes back all the same, and is known by its prompt's beginning.
+        compared = message.reuse_policy == router_service_pb2.REUSE_POLICY_FORBID
+        unnamed = self._settings.hold_unnamed and here.running == 0 and not compared
+        held = bool(own.conversation_id) or unnamed
+        if held:
             message.retention.hold = True
-        # Otherwise the router decides: a client without a conversation's name may come back all the same.
-        message.retention.hold_on_cancel = bool(own.conversation_id) and self._settings.hold_on_cancel
-        if here.retention is not None and own.conversation_id:
+        message.retention.hold_on_cancel = held and self._settings.hold_on_cancel
+        if here.retention is not None and held:
             message.retention.MergeFrom(here.retention)
         if not own.conversation_id:
             return

@@ -10,8 +10,8 @@ The first of these that is present and not empty names the conversation, within 
 6. `x-claude-code-session-id` (Claude Code)
 7. `session-id` (Codex)
 
-Without any the turn has no conversation: the router looks for its prompt's beginning, and keeps nothing for
-it unless it is configured to.
+Without any the turn has no conversation: the router looks for its prompt's beginning, and what it leaves is
+held under its own (hold_unnamed).
 """
 
 from collections.abc import Mapping

@@ -52,6 +52,8 @@ class GatewaySettings(SecuredSettings, TracedSettings):
     """Whether KV is held after a turn whose client has gone, for the retry."""
     max_turns_per_request: int = Field(64, ge=1)
     """Most answers that a request may ask for: its prompts, times n."""
+    hold_unnamed: bool = True
+    """Whether turns that name no conversation are held too; the next one is found by its beginning."""
     max_body_bytes: int = Field(16 * MIB, ge=1024)
     """Largest request body."""
     render_cache_bytes: int = Field(256 * MIB, ge=0)
