@@ -145,7 +145,7 @@ class DecodeApp:
             prolonger=prolonger,
             reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s), off),
             turns=turns,
-            reloading=Reloading(engine, let_go),
+            reloading=Reloading(engine, let_go, self._life.spawn),
             clock=clock,
             worker_id=self._life.worker_id,
         )

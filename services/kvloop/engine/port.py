@@ -262,6 +262,7 @@ class Engine(Protocol):
         """Load the weights from where they lie, under the same name, in a new epoch.
 
         Call it while nothing is in use or cached. Engines of different versions have different
-        compatibilities and refuse each other's handles.
+        compatibilities and refuse each other's handles. After a failure the weights may be a mixture, and
+        check_health fails until a later reload succeeds.
         """
         ...

@@ -7,7 +7,7 @@ registry knows it. An engine that fails takes readiness away until it is well ag
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,7 @@ from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.metastore.registry import Worker
 from kvloop.metastore.watching import watch_store
-from kvloop.runtime import endpoints, logs, tracing
+from kvloop.runtime import background, endpoints, logs, tracing
 from kvloop.runtime.config import ObservedSettings
 from kvloop.runtime.errors import Failure
 from kvloop.runtime.exposition import Exposition
@@ -188,11 +188,9 @@ class WorkerLife:
         await self._exposition.stop()
         await self._tracing.stop()
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run something until the worker stops."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run something until the worker stops; a failure of it is logged."""
+        return background.spawn(self._tasks, work)
 
     def _worker(self, load: float) -> Worker:
         facts = self.engine.facts

@@ -48,6 +48,8 @@ class VllmEngine(HoldTable):
         self._defaults: dict[str, Any] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Lock()
+        self._mixed = False
+        """Whether a reload has failed on its way: the weights may be partly old ones."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -107,7 +109,9 @@ class VllmEngine(HoldTable):
             await self._core.stop()
 
     async def check_health(self) -> None:
-        """Raise Failure WORKER_FAILED unless the engine core lives."""
+        """Raise Failure WORKER_FAILED unless the engine core lives, with weights that belong together."""
+        if self._mixed:
+            raise Failure(Reason.ERROR_REASON_WORKER_FAILED, "the weights were not loaded whole")
         if self._llm().errored or not all(process.is_alive() for process in self._core.processes):
             raise gone()
 
@@ -131,14 +135,18 @@ class VllmEngine(HoldTable):
 
         from kvloop.engine.vllm.facts import compatibility
 
-        facts = self.facts
+        facts, llm = self.facts, self._llm()
         try:
-            await self._llm().collective_rpc("reload_weights")
+            await llm.collective_rpc("reload_weights")
+            await self._call(self._client().reloaded(version))
+            settings = self._settings.model_copy(update={"weights_version": version})
+            digest = compatibility(settings, llm.vllm_config, __version__)
         except EngineDeadError:
             raise gone() from None
-        await self._call(self._client().reloaded(version))
-        self._settings = self._settings.model_copy(update={"weights_version": version})
-        digest = compatibility(self._settings, self._llm().vllm_config, __version__)
+        except BaseException:
+            self._mixed = True
+            raise
+        self._settings, self._mixed = settings, False
         self._facts = dataclasses.replace(facts, epoch=secrets.token_hex(8), compatibility=digest)
 
     async def prefill(self, job: PrefillJob) -> PrefillOutcome:
