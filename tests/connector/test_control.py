@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvloop.connector.control import ControlClient, ControlError, Report
+from kvloop.connector.hold import Hold
 from kvloop.connector.hooks import Hooks
 from kvloop.connector.server import ControlServer
-from kvloop.connector.table import Hold, HoldTable
+from kvloop.connector.table import HoldTable
 from kvloop.connector.turns import TurnLog
 
 REPORT: Report = {
@@ -138,7 +139,7 @@ async def test_evictions_and_revocations_are_told(engine: FakeEngine, control: C
         await control.list()
     engine.keep("a")
     engine.keep("b")
-    engine.table.evict_one()
+    assert engine.table.evict("a")
     assert await first == {"lease_id": "a", "reason": "evicted"}
     assert await control.revoke_all() == 1
     assert await anext(events) == {"lease_id": "b", "reason": "revoked"}

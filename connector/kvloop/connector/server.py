@@ -18,8 +18,9 @@ from typing import Any
 
 from kvloop.connector.control import LINE_LIMIT, HoldInfo, Report
 from kvloop.connector.guard import SWITCHES
+from kvloop.connector.hold import Hold
 from kvloop.connector.hooks import SPOILS, STALLS, Hooks
-from kvloop.connector.table import Hold, HoldTable, NotHeld, Snapshot
+from kvloop.connector.table import HoldTable, NotHeld, Snapshot
 from kvloop.connector.turns import TurnLog
 
 _log = logging.getLogger("vllm.kvloop")

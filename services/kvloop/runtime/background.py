@@ -25,4 +25,6 @@ def _tell(task: "asyncio.Task[Any]") -> None:
         return
     error = task.exception()
     if error is not None:
-        _log.error("task_failed", task=task.get_coro().__qualname__, error=type(error).__name__, exc_info=error)
+        _log.error(
+            "task_failed", task=task.get_coro().__qualname__, error=type(error).__name__, exc_info=error
+        )
