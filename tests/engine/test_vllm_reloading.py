@@ -58,7 +58,7 @@ async def test_an_engine_with_mixed_weights_is_not_well(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine, "_control", core)
     monkeypatch.setattr(engine, "_facts", FACTS)
     setattr(core, broken, True)
-    with pytest.raises(OSError, match="half|socket"):
+    with pytest.raises(OSError, match=r"half|socket"):
         await engine.reload_weights("two")
     assert (engine.facts.epoch, engine.facts.compatibility) == ("old", "old")
     with pytest.raises(Failure) as raised:

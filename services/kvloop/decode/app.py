@@ -102,6 +102,7 @@ class DecodeApp:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REVOKE_S):
                     await self._parts.keeper.revoke_all()
+            await self._parts.keeper.close()
         await self._life.stop()
 
     async def _probe(self) -> None:

@@ -218,8 +218,11 @@ class Engine(Protocol):
         """Generate. Closing the iterator before the finish cancels the turn."""
         ...
 
-    async def settle(self, lease_id: str) -> Hold | None:
-        """Return the hold of a cancelled turn once the engine has it, or None when it keeps nothing."""
+    async def settle(self, lease_id: str, patience_s: float | None = None) -> Hold | None:
+        """Return the hold of a cancelled turn once the engine has it, or None when it keeps nothing.
+
+        None, too, when the turn has not ended after patience_s; left out, after some seconds.
+        """
         ...
 
     async def begin_read(self, lease_id: str, num_tokens: int, pin_s: float) -> ReadGrant:
@@ -232,6 +235,10 @@ class Engine(Protocol):
 
     async def release(self, lease_id: str) -> bool:
         """End a hold; while pinned it is doomed instead. False when there is none."""
+        ...
+
+    async def revoke_all(self) -> None:
+        """End every decode turn's hold, known to the services or not; pinned ones are doomed instead."""
         ...
 
     async def extend(self, lease_id: str, ttl_s: float) -> bool:

@@ -219,14 +219,17 @@ class WorkerLife:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             now_well = await self._is_well()
             if now_well != well and not self._draining:
+                _log.warning("engine_health", worker_id=self.worker_id, well=now_well)
+                await self.server.set_ready(now_well)
                 well = now_well
-                _log.warning("engine_health", worker_id=self.worker_id, well=well)
-                await self.server.set_ready(well)
 
     async def _is_well(self) -> bool:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await self.engine.check_health()
         except (Failure, TimeoutError):
+            return False
+        except Exception as error:  # noqa: BLE001 - whatever it is, the watch must go on
+            _log.error("health_unknown", error=type(error).__name__, exc_info=error)
             return False
         return True

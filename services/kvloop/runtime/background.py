@@ -25,6 +25,5 @@ def _tell(task: "asyncio.Task[Any]") -> None:
         return
     error = task.exception()
     if error is not None:
-        _log.error(
-            "task_failed", task=task.get_coro().__qualname__, error=type(error).__name__, exc_info=error
-        )
+        name = getattr(task.get_coro(), "__qualname__", task.get_name())
+        _log.error("task_failed", task=name, error=type(error).__name__, exc_info=error)
