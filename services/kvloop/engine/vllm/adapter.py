@@ -160,7 +160,8 @@ class VllmEngine(HoldTable):
                 "this engine does not read back; set bidirectional_kv_xfer",
             )
         ids = self._checked(job.prompt, job.sampling)
-        params = sampling.to_vllm(legs.prefill_leg(job.sampling), defaults={}, transfer=transfer.prefill(job))
+        asked = transfer.prefill(job, self._settings.prefill_hold_s)
+        params = sampling.to_vllm(legs.prefill_leg(job.sampling), defaults={}, transfer=asked)
         stream = await self._submit(job, ids, params, job.request_id)
         logprobs: list[turn_pb2.PositionLogprobs] = []
         outcome: PrefillOutcome | None = None
