@@ -92,10 +92,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._tails = Tails(self.block_size)
-        # Not with vLLM's host buffer, which is not where blocks are computed.
-        copies = vllm_config.kv_transfer_config.kv_buffer_device == current_platform.device_type
-        plain = compat.is_plain(vllm_config, kv_cache_config)
-        self._copies_tails = copies and plain and self._hash_unit == self.block_size
+        self._copies_tails = compat.copies_blocks(vllm_config, kv_cache_config, current_platform.device_type)
         self._copying: dict[str, int] = {}
         """Held blocks that are kept until the step which copies them is over, by request id."""
         self._step_for_readers = current_platform.device_type == "cpu"
