@@ -26,7 +26,7 @@ SMALL_BLOCKS = 96
 """Blocks of the second decode worker's pool."""
 PIN_S = 12.0
 PARTS = {"p1": "prefill-0", "p2": "prefill-1", "d1": "decode-0", "d2": "decode-1"}
-ROUTERS = ("main", "bare", "twin", "direct", "pair", "small", "small-direct")
+ROUTERS = ("main", "bare", "twin", "direct", "pair", "small", "small-direct", "main-direct")
 SIMULATED_PRESET = "qwen3-32b-h200"
 
 
@@ -120,7 +120,7 @@ def _tokens_file(folder: Path) -> Path:
 
 @asynccontextmanager
 async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
-    """Start two P (with and without a prefix cache), two D (one small), seven routers and a store."""
+    """Start two P (with and without a prefix cache), two D (one small), eight routers and a store."""
     settings, facts, small = (
         _vllm(_linked(model_dir(), folder / "model")) if engine == "vllm" else _simulated()
     )
@@ -162,6 +162,7 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
             # E3 stops its P, which must not count as gone for that.
             router(p2, d2, info_timeout_s=60.0),
             router(p1, d2, direct=True),
+            router(p1, d1, direct=True),
         ),
         workers={
             **settings,

@@ -5,8 +5,6 @@ from cases_kit import Answer, Case, until
 
 from kvloop.v1alpha1 import turn_pb2
 
-pytestmark = pytest.mark.parametrize("router", ["bare"])
-
 
 async def next_turn(case: Case, history: list[int], one: Answer, suffix: list[int], num_tokens: int) -> None:
     assert one.summary.lease.num_tokens == num_tokens
@@ -14,6 +12,7 @@ async def next_turn(case: Case, history: list[int], one: Answer, suffix: list[in
     case.expect(two, "READBACK", "PROVEN", num_tokens - two.sources.p_local)
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("B1", "next turn READBACK")
 async def test_eos(case: Case, question: list[int], suffix: list[int]) -> None:
     one = await case.turn(question, max_tokens=64, ignore_eos=False)
@@ -22,6 +21,7 @@ async def test_eos(case: Case, question: list[int], suffix: list[int]) -> None:
     await next_turn(case, question, one, suffix, len(question) + len(one.ids) - 1)
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("B2", "next turn READBACK")
 async def test_length(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history, max_tokens=40)
@@ -30,6 +30,7 @@ async def test_length(case: Case, history: list[int], suffix: list[int]) -> None
     await next_turn(case, history, one, suffix, len(history) + 39)
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("B3", "next turn READBACK; tokens past the stop not reused")
 async def test_stop_token(case: Case, history: list[int], suffix: list[int]) -> None:
     whole = await case.stack.cold(history)
@@ -42,6 +43,7 @@ async def test_stop_token(case: Case, history: list[int], suffix: list[int]) -> 
     await next_turn(case, history, one, suffix, len(history) + end)
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("B4", "next turn READBACK; tokens past the stop not reused")
 async def test_stop_string(case: Case, history: list[int], suffix: list[int]) -> None:
     whole = await case.stack.cold(history, max_tokens=24)
@@ -72,6 +74,7 @@ async def cancel_mid_stream(case: Case, history: list[int], *, hold: bool) -> li
     return seen
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("B5", "next turn reuses what was generated")
 async def test_cancel_and_hold(case: Case, history: list[int], suffix: list[int]) -> None:
     seen = await cancel_mid_stream(case, history, hold=True)
@@ -88,6 +91,7 @@ async def test_cancel_and_hold(case: Case, history: list[int], suffix: list[int]
     assert two.sources.readback >= (len(history) + len(seen)) // size * size > len(history)
 
 
+@pytest.mark.parametrize("router", ["main"])
 @pytest.mark.case("B6", "blocks freed at once")
 async def test_cancel_without_hold(case: Case, history: list[int], suffix: list[int]) -> None:
     seen = await cancel_mid_stream(case, history, hold=False)
@@ -101,6 +105,7 @@ async def test_cancel_without_hold(case: Case, history: list[int], suffix: list[
     case.expect(two, "RECOMPUTE", "NOT_FOUND", 0)
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("B7", "next turn READBACK")
 async def test_one_token(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history, max_tokens=1)

@@ -12,9 +12,8 @@ from cases_store import open_entries
 
 from kvloop.v1alpha1 import lease_pb2
 
-pytestmark = pytest.mark.parametrize("router", ["bare"])
 
-
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("F5", "RECOMPUTE; nothing else")
 async def test_entry_lost(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history)
@@ -39,6 +38,7 @@ def _set(name: str, value: object) -> Callable[[lease_pb2.DirectoryEntry], None]
         pytest.param(_set("block_size", 1), ("PROVEN", "INCOMPATIBLE"), id="block_size"),
     ],
 )
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("F6", "RECOMPUTE; nothing else")
 async def test_entry_forged(
     case: Case,
@@ -58,6 +58,7 @@ async def test_entry_forged(
     assert len(held) == 1
 
 
+@pytest.mark.parametrize("router", ["main"])
 @pytest.mark.case("F6", "RECOMPUTE; nothing else")
 async def test_entry_corrupt(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history)
@@ -69,6 +70,7 @@ async def test_entry_corrupt(case: Case, history: list[int], suffix: list[int]) 
     case.expect(two, "RECOMPUTE", "NOT_FOUND", 0)
 
 
+@pytest.mark.parametrize("router", ["main"])
 @pytest.mark.case("C6", "RECOMPUTE (epoch), 0 bytes")
 async def test_entry_of_old_epoch(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history)
@@ -79,6 +81,7 @@ async def test_entry_of_old_epoch(case: Case, history: list[int], suffix: list[i
     case.expect(two, "RECOMPUTE", "EPOCH", 0)
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("F7", "RECOMPUTE; nothing else")
 async def test_directory_down(case: Case, history: list[int], suffix: list[int]) -> None:
     fleet = case.stack.fleet
@@ -97,6 +100,7 @@ async def test_directory_down(case: Case, history: list[int], suffix: list[int])
     assert await until(reused), "reuse did not come back with the store"
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("F10", "D's blocks: leased or free, none stranded")
 async def test_router_killed_mid_decode(case: Case, history: list[int]) -> None:
     case.router = "twin"
@@ -115,6 +119,7 @@ async def test_router_killed_mid_decode(case: Case, history: list[int]) -> None:
     case.expect(await case.turn(history), "RECOMPUTE", "NOT_FOUND", 0)
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("F3", "old lease: RECOMPUTE; new conversation: READBACK works")
 async def test_decode_restarted_on_the_same_port(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history)
@@ -142,6 +147,7 @@ def _group(pid: int) -> set[int]:
     return members
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("F4", "engine core gone, ports free, restart works")
 async def test_front_end_killed(case: Case, history: list[int], suffix: list[int]) -> None:
     fleet = case.stack.fleet
@@ -173,6 +179,7 @@ def _alive(pids: set[int]) -> set[int]:
     return alive
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("F1", "cold elsewhere")
 async def test_decode_killed_before_the_read(case: Case, history: list[int], suffix: list[int]) -> None:
     fleet = case.stack.fleet

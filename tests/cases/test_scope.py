@@ -3,9 +3,8 @@
 import pytest
 from cases_kit import Case
 
-pytestmark = pytest.mark.parametrize("router", ["bare"])
 
-
+@pytest.mark.parametrize("router", ["main", "bare"])
 @pytest.mark.case("C1", "RECOMPUTE (not found), 0 bytes")
 async def test_other_tenant(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history)
@@ -14,6 +13,8 @@ async def test_other_tenant(case: Case, history: list[int], suffix: list[int]) -
     assert two.sources.computed == len(history) + len(one.ids) + len(suffix)
 
 
+# A P with a prefix cache would have what the last turn is to read.
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("C4", "RECOMPUTE (not found), 0 bytes")
 async def test_other_salt(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history, cache_salt="one")

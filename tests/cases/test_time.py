@@ -9,8 +9,6 @@ from google.protobuf import duration_pb2
 
 from kvloop.v1alpha1 import turn_pb2
 
-pytestmark = pytest.mark.parametrize("router", ["bare"])
-
 
 def seconds(amount: int) -> turn_pb2.Retention:
     return turn_pb2.Retention(ttl=duration_pb2.Duration(seconds=amount))
@@ -25,6 +23,7 @@ async def gone(case: Case, lease_id: str) -> None:
     assert await until(absent), "the lease outlived its time"
 
 
+@pytest.mark.parametrize("router", ["main"])
 @pytest.mark.case("E1", "RECOMPUTE (expired / not found)")
 async def test_ttl_over_before_lookup(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history, retention=seconds(7), check=False)
@@ -33,6 +32,7 @@ async def test_ttl_over_before_lookup(case: Case, history: list[int], suffix: li
     case.expect(two, "RECOMPUTE", ("NOT_FOUND", "EXPIRED"), 0)
 
 
+@pytest.mark.parametrize("router", ["main"])
 @pytest.mark.case("E2", "RECOMPUTE (expired / not found)")
 async def test_ttl_over_between_lookup_and_read(case: Case, history: list[int], suffix: list[int]) -> None:
     one = await case.turn(history, retention=seconds(8), check=False)
@@ -46,6 +46,7 @@ async def test_ttl_over_between_lookup_and_read(case: Case, history: list[int], 
     case.expect(two, "RECOMPUTE", ("NOT_FOUND", "EXPIRED"), 0)
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("E6", "lease published in time, D not blocked")
 async def test_client_reads_nothing(case: Case, history: list[int], suffix: list[int]) -> None:
     stack = case.stack
@@ -65,6 +66,7 @@ async def test_client_reads_nothing(case: Case, history: list[int], suffix: list
     case.expect(two, "READBACK", "PROVEN")
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("E7", "reaped in order of deadline")
 async def test_mixed_ttls(case: Case, history: list[int], suffix: list[int]) -> None:
     long = await case.turn(history, case.name("long"), retention=seconds(60), max_tokens=1)
@@ -81,6 +83,7 @@ async def test_mixed_ttls(case: Case, history: list[int], suffix: list[int]) -> 
     case.expect(two, "READBACK", "PROVEN", len(history))
 
 
+@pytest.mark.parametrize("router", ["bare"])
 @pytest.mark.case("E5", "DOOMED, read succeeds, freed after")
 async def test_release_while_pinned(case: Case, history: list[int], suffix: list[int]) -> None:
     stack = case.stack

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvloop.connector.control import ControlClient, ControlError, Report
+from kvloop.connector.hold import Hold
 from kvloop.connector.hooks import Hooks
 from kvloop.connector.server import ControlServer
-from kvloop.connector.table import Hold, HoldTable
+from kvloop.connector.table import HoldTable
 from kvloop.connector.turns import TurnLog
 
 REPORT: Report = {
@@ -131,6 +132,43 @@ async def test_deadlines_pass_on_an_idle_engine(engine: FakeEngine, control: Con
     await events.aclose()
 
 
+async def test_deadlines_are_kept_after_what_nobody_expected(
+    engine: FakeEngine, control: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = control.subscribe()
+    first = asyncio.ensure_future(anext(events))
+    await control.list()
+    expire, failures = engine.table.expire, iter([KeyError("surprise"), KeyError("again")])
+
+    def failing() -> None:
+        for failure in failures:
+            raise failure
+        expire()
+
+    monkeypatch.setattr(engine.table, "expire", failing)
+    engine.keep("a", ttl_s=0.01)
+    assert await asyncio.wait_for(first, 10) == {"lease_id": "a", "reason": "expired"}
+    await events.aclose()
+
+
+async def test_a_socket_that_can_t_be_opened_is_told_however_late_its_thread_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ControlServer(
+        HoldTable(),
+        TurnLog(),
+        path=tmp_path / "missing" / "control",
+        handle=lambda *_: {},
+        wake=lambda: None,
+        pool=lambda: (0, 0),
+    )
+    monkeypatch.setattr(server._thread, "is_alive", lambda: True)
+    with pytest.raises(RuntimeError, match="could not be opened"):
+        server.start()
+    monkeypatch.undo()
+    server.stop()
+
+
 async def test_evictions_and_revocations_are_told(engine: FakeEngine, control: ControlClient) -> None:
     events = control.subscribe()
     first = asyncio.ensure_future(anext(events))
@@ -138,7 +176,7 @@ async def test_evictions_and_revocations_are_told(engine: FakeEngine, control: C
         await control.list()
     engine.keep("a")
     engine.keep("b")
-    engine.table.evict_one()
+    assert engine.table.evict("a")
     assert await first == {"lease_id": "a", "reason": "evicted"}
     assert await control.revoke_all() == 1
     assert await anext(events) == {"lease_id": "b", "reason": "revoked"}

@@ -10,17 +10,31 @@ from kvloop.connector.table import HoldTable
 
 
 class Pool:
-    """Counts what a table's holds leave free."""
+    """Counts how often blocks are in use, as a table's holds and other requests do."""
 
-    def __init__(self, free: int) -> None:
+    def __init__(self, table: HoldTable, free: int) -> None:
         self.free = free
+        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(100)]
         self.cached: dict[bytes, Any] = {}
+        for held in table.snapshots():
+            read_id, _, hold = table.pin(held.lease_id, 5.0)
+            table.unpin(held.lease_id, read_id)
+            self.use(*hold.blocks)
+
+    def use(self, *blocks: int) -> None:
+        for block in blocks:
+            self.blocks[block].ref_cnt += 1
+
+    def take_back(self, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            self.blocks[block].ref_cnt -= 1
+            self.free += self.blocks[block].ref_cnt == 0
 
     def get_num_free_blocks(self) -> int:
         return self.free
 
     def get_cached_block(self, block_hash: bytes, _groups: list[int]) -> Any:
-        return [self.cached[block_hash]]
+        return [self.cached[block_hash]] if block_hash in self.cached else None
 
 
 @pytest.mark.parametrize(
@@ -50,36 +64,110 @@ def test_a_whole_request(tokens: int, computed: int, blocks: int) -> None:
     assert pressure.whole_request(request, computed, 16, 2) == blocks + 4
 
 
-def relieved(pool: Pool, table: HoldTable, needed: int, cached: Any = None) -> int:
-    def give_back() -> None:
-        pool.free += sum(len(blocks) for blocks in table.take_freeable())
-
-    pressure.relieve(table, pool, needed, give_back, cached)
-    return table.leases
-
-
-def full_table() -> HoldTable:
+def table_of(**holds: list[int]) -> HoldTable:
+    """A table of holds with these blocks, of the tenants that the first letters name."""
     table = HoldTable()
-    for n in range(3):
-        table.hold(f"l{n}", kind="decode", blocks=[3 * n, 3 * n + 1, 3 * n + 2], num_tokens=48, ttl_s=60.0)
+    for name, blocks in holds.items():
+        table.hold(name, kind="decode", blocks=blocks, num_tokens=48, ttl_s=60.0, tenant=name[0])
     return table
 
 
-@pytest.mark.parametrize(("needed", "left"), [(0, 3), (2, 3), (3, 2), (5, 2), (6, 1), (100, 0)])
-def test_no_more_is_evicted_than_needed(needed: int, left: int) -> None:
-    assert relieved(Pool(2), full_table(), needed) == left
+def relieved(
+    pool: Pool, table: HoldTable, needed: int, cached: Any = None, *, step: bool = False
+) -> list[str]:
+    """Relieve a request or a step, and return whose holds are gone."""
+
+    def give_back() -> None:
+        for blocks in table.take_freeable():
+            pool.take_back(blocks)
+
+    if step:
+        pressure.relieve_step(table, pool, needed, give_back)
+    else:
+        cached = cached or pressure.CachedPrefix(pool, SimpleNamespace(block_hashes=[]), 0)
+        pressure.relieve_request(table, pool, needed, give_back, cached)
+    return [lease_id for lease_id, _ in table.take_events()]
+
+
+def three() -> HoldTable:
+    return table_of(a0=[0, 1, 2], a1=[3, 4, 5], a2=[6, 7, 8])
+
+
+@pytest.mark.parametrize(
+    ("needed", "gone"), [(0, 0), (2, 0), (3, 1), (5, 1), (6, 2), (11, 3), (12, 0), (100, 0)]
+)
+def test_no_more_is_evicted_than_needed_and_nothing_in_vain(needed: int, gone: int) -> None:
+    table = three()
+    pool = Pool(table, 2)
+    assert relieved(pool, table, needed) == ["a0", "a1", "a2"][:gone]
+    assert pool.free == 2 + 3 * gone
+
+
+@pytest.mark.parametrize(("needed", "gone"), [(0, 0), (2, 0), (3, 1), (6, 2), (11, 3), (12, 3), (100, 3)])
+def test_for_running_requests_less_is_of_use_too(needed: int, gone: int) -> None:
+    table = three()
+    pool = Pool(table, 2)
+    assert relieved(pool, table, needed, step=True) == ["a0", "a1", "a2"][:gone]
+
+
+def test_running_requests_cost_no_hold_whose_blocks_stay_in_use() -> None:
+    table = three()
+    pool = Pool(table, 0)
+    pool.use(0, 1, 2)
+    assert relieved(pool, table, 100, step=True) == ["a1", "a2"]
 
 
 def test_pinned_holds_stay() -> None:
-    table = full_table()
-    table.pin("l0", 5.0)
-    assert relieved(Pool(2), table, 100) == 1
+    table = three()
+    pool = Pool(table, 2)
+    table.pin("a0", 5.0)
+    assert relieved(pool, table, 9) == []
+    assert relieved(pool, table, 8) == ["a1", "a2"]
+
+
+def test_a_hold_whose_blocks_a_request_uses_is_no_room() -> None:
+    table = three()
+    pool = Pool(table, 2)
+    pool.use(0, 1, 2)
+    assert relieved(pool, table, 9) == []
+    assert relieved(pool, table, 5) == ["a1"]
+
+
+def test_holds_that_share_blocks_go_together_or_not_at_all() -> None:
+    table = table_of(a0=[0, 1, 2], a1=[0, 1, 2, 3], a2=[6, 7, 8])
+    pool = Pool(table, 0)
+    table.pin("a2", 5.0)
+    assert relieved(pool, table, 5) == []
+    assert relieved(pool, table, 1) == ["a1"]
+    assert pool.free == 1
+    assert relieved(pool, table, 4) == ["a0"]
+    assert pool.free == 4
+
+
+def test_what_went_first_comes_back_when_the_next_is_enough() -> None:
+    table = table_of(a0=[0], a1=[3, 4, 5])
+    assert relieved(Pool(table, 0), table, 3) == ["a1"]
+
+
+def test_the_tenant_that_holds_most_gives_way() -> None:
+    table = table_of(a0=[0, 1], b0=[3, 4], b1=[6, 7])
+    assert relieved(Pool(table, 0), table, 2) == ["b0"]
 
 
 def test_cached_blocks_in_the_free_list_are_no_room() -> None:
-    pool = Pool(4)
-    pool.cached = {b"a": SimpleNamespace(ref_cnt=0), b"b": SimpleNamespace(ref_cnt=1)}
+    table = three()
+    pool = Pool(table, 4)
+    pool.cached = {b"a": pool.blocks[50], b"b": pool.blocks[3]}
     cached = pressure.CachedPrefix(pool, SimpleNamespace(block_hashes=[b"a", b"b", b"c"]), 2)
-    assert cached.in_free_list() == 1
-    assert relieved(pool, full_table(), 3, cached) == 3
-    assert relieved(pool, full_table(), 4, cached) == 2
+    assert cached.blocks() == {50: True, 3: False}
+    assert relieved(pool, table, 3, cached) == []
+    assert relieved(pool, table, 4, cached) == ["a0"]
+
+
+def test_a_held_block_that_the_request_itself_takes_is_no_room() -> None:
+    table = table_of(a0=[0, 1, 2])
+    pool = Pool(table, 0)
+    pool.cached = {b"a": pool.blocks[0]}
+    cached = pressure.CachedPrefix(pool, SimpleNamespace(block_hashes=[b"a"]), 1)
+    assert relieved(pool, table, 3, cached) == []
+    assert relieved(pool, table, 2, cached) == ["a0"]

@@ -1,6 +1,8 @@
 """The table of holds alone, with a clock of its own."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -216,7 +218,9 @@ def test_budget_at_its_border(table: HoldTable, budget: int, events: int) -> Non
 def test_prefill_holds_are_outside_the_budget_and_never_evicted(table: HoldTable) -> None:
     table.budget = 1
     assert table.hold("p", kind="prefill", blocks=[1, 2, 3], num_tokens=9, ttl_s=30.0) is not None
-    assert not table.evict_one()
+    table.make_room(1, lambda _block: 1)
+    assert not table.evict("p")
+    assert freed(table) == []
     assert table.revoke_all() == 0
 
 
@@ -227,6 +231,82 @@ def test_eviction_takes_from_the_tenant_that_holds_most(table: HoldTable) -> Non
         keep(table, f"big{n}", [10 + 2 * n, 11 + 2 * n], tenant="y")
     keep(table, "new", [30, 31], tenant="x")
     assert table.take_events() == [("big0", "evicted")]
+
+
+def test_a_hold_that_has_no_room_costs_nobody_theirs(table: HoldTable) -> None:
+    table.budget = 6
+    keep(table, "a", [1, 2, 3])
+    keep(table, "b", [4, 5])
+    table.pin("a", 5.0)
+    assert not keep(table, "c", [7, 8, 9, 10])
+    assert table.take_events() == []
+    assert table.snapshot("b") is not None
+    assert table.held_blocks == 5
+    assert keep(table, "d", [7, 8, 9])
+    assert table.take_events() == [("b", "evicted")]
+
+
+@pytest.mark.parametrize(("blocks", "held", "evicted"), [(10, True, 1), (11, False, 0), (90, False, 0)])
+def test_a_tenants_first_hold_takes_no_more_than_others_have(
+    table: HoldTable, blocks: int, held: bool, evicted: int
+) -> None:
+    table.budget = 100
+    for n in range(10):
+        keep(table, f"l{n}", list(range(10 * n, 10 * n + 10)), tenant=f"t{n}")
+    assert keep(table, "new", list(range(1000, 1000 + blocks)), tenant="x") == held
+    assert len(table.take_events()) == evicted
+
+
+def test_the_tenant_that_holds_most_makes_room_itself(table: HoldTable) -> None:
+    table.budget = 10
+    keep(table, "other", [1, 2, 3], tenant="y")
+    keep(table, "old", [11, 12, 13, 14, 15], tenant="x")
+    assert keep(table, "new", [21, 22, 23, 24, 25, 26, 27], tenant="x")
+    assert table.take_events() == [("old", "evicted")]
+
+
+def test_nobody_goes_for_the_budget_whose_blocks_stay_held(table: HoldTable) -> None:
+    table.budget = 4
+    keep(table, "shared", [1, 2])
+    keep(table, "reader", [1, 2])
+    keep(table, "old", [3, 4])
+    table.pin("reader", 5.0)
+    assert keep(table, "new", [5, 6])
+    assert table.take_events() == [("old", "evicted")]
+
+
+@pytest.mark.parametrize("how", ["release", "evict", "replace"])
+def test_an_ended_hold_keeps_nothing_alive(table: HoldTable, how: str) -> None:
+    class Payload:
+        pass
+
+    payload = Payload()
+    seen = weakref.ref(payload)
+    table.hold("a", kind="decode", blocks=[1], num_tokens=9, ttl_s=600.0, payload=payload)
+    table.unpin("a", table.pin("a", 100.0)[0])
+    del payload
+    gc.collect()
+    assert seen() is not None
+    if how == "release":
+        table.release("a")
+    elif how == "evict":
+        table.evict("a")
+    else:
+        keep(table, "a", [2])
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_hold_that_replaced_another_ends_at_its_own_deadline(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=10.0)
+    keep(table, "a", [2], ttl_s=20.0)
+    freed(table)
+    clock.now += 10.0
+    table.expire()
+    assert freed(table) == []
+    clock.now += 10.0
+    table.expire()
+    assert freed(table) == [(2,)]
 
 
 def test_threads_leave_the_counts_right(table: HoldTable) -> None:

@@ -1,7 +1,7 @@
 """Which held block a prompt goes on from in its middle."""
 
 from kvloop.connector.guard import Text
-from kvloop.connector.table import Hold
+from kvloop.connector.hold import Hold
 from kvloop.connector.tails import Tail, Tails
 
 BLOCK = 4

@@ -54,6 +54,10 @@ class HoldTable:
         self.held: dict[str, float] = {}
         self.pinned: dict[str, set[str]] = {}
         self.gone = False
+        self.releasing: asyncio.Event | None = None
+        """Until it is set, releases wait."""
+        self.patience: list[float | None] = []
+        """For how long turns were to be waited for."""
         self.settling = asyncio.Event()
         self.events: asyncio.Queue[HoldEnded] = asyncio.Queue()
         self._serial = itertools.count()
@@ -80,6 +84,8 @@ class HoldTable:
 
     async def release(self, lease_id: str) -> bool:
         await asyncio.sleep(0)
+        if self.releasing is not None:
+            await self.releasing.wait()
         return self.held.pop(lease_id, None) is not None
 
     async def extend(self, lease_id: str, ttl_s: float) -> bool:
@@ -91,7 +97,12 @@ class HoldTable:
         self.held[lease_id] = max(self.held[lease_id], self.clock.now + ttl_s)
         return True
 
-    async def settle(self, lease_id: str) -> Hold | None:
+    async def revoke_all(self) -> None:
+        await asyncio.sleep(0)
+        self.held.clear()
+
+    async def settle(self, lease_id: str, patience_s: float | None = None) -> Hold | None:
+        self.patience.append(patience_s)
         self.settling.set()
         await asyncio.sleep(0)
         if lease_id not in self.held:

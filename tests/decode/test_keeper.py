@@ -2,18 +2,20 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keeper_kit import FACTS, Bench, scope
 
+from kvloop.decode.keeper import PATIENCE_S
 from kvloop.decode.lease import Ended, Lease, LeaseTable, State
-from kvloop.engine.port import HoldTerms
+from kvloop.engine.port import Hold, ReadGrant
 from kvloop.runtime.digests import prefix_digests
 from kvloop.runtime.errors import Failure
 from kvloop.runtime.tokens import pack
-from kvloop.v1alpha1 import decode_service_pb2, turn_pb2
+from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, turn_pb2
 
 TOKENS = pack(range(1, 10))
 
@@ -160,13 +162,119 @@ async def test_a_keep_that_is_cancelled_holds_nothing() -> None:
 
 async def test_a_turn_that_ended_as_it_was_cancelled_holds_nothing() -> None:
     bench = Bench()
-    discarding = asyncio.create_task(
-        bench.keeper.discard_cancelled(HoldTerms(lease_id="a", ttl_s=60.0, on_cancel=False))
-    )
+    bench.keeper.discard_later("a")
     await bench.engine.settling.wait()
     bench.engine.hold("a", 8, 60.0)
-    await discarding
+    await bench.keeper.settled()
     assert bench.engine.held == {}
+
+
+async def test_a_cancelled_turn_that_ends_late_is_let_go_of_then() -> None:
+    bench = Bench()
+    kept = await bench.keeper.keep_cancelled(scope(), lambda: TOKENS, "a")
+    assert kept.lease is None
+    bench.engine.settling.clear()
+    await bench.engine.settling.wait()
+    bench.engine.hold("a", 8, 60.0)
+    await bench.keeper.settled()
+    assert bench.engine.held == {}
+    assert bench.engine.patience == [None, PATIENCE_S]
+
+
+@pytest.mark.parametrize("by", ["lease", "scope"])
+async def test_a_release_whose_call_ends_is_carried_out(by: str) -> None:
+    bench = Bench()
+    for name, start in (("a", 2), ("b", 1)):
+        bench.keeper.table.add(lease(name, start))
+        bench.engine.hold(name, 8, 60.0)
+    bench.engine.releasing = asyncio.Event()
+    call = asyncio.ensure_future(
+        bench.keeper.release("a") if by == "lease" else bench.keeper.release_scope(b"s")
+    )
+    await until(lambda: not bench.keeper.table.live(b"s") if by == "scope" else len(bench.keeper.table) == 1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    bench.engine.releasing.set()
+    await bench.keeper.settled()
+    assert list(bench.engine.held) == (["b"] if by == "lease" else [])
+
+
+async def test_a_publication_that_comes_too_late_still_names_the_lease_it_displaced() -> None:
+    bench = Bench()
+    entry = lease_pb2.DirectoryEntry(
+        version=1, lease_id="other", decode_endpoint="127.0.0.1:8", turn_start_us=1, held=True
+    )
+    await bench.directory.publish(scope().scope, entry, 60.0)
+    bench.directory.after = asyncio.Event()
+    bench.directory.publishing.clear()
+    keeping = asyncio.create_task(bench.keeper.keep(scope(start=2), TOKENS, bench.engine.hold("a", 8, 60.0)))
+    await bench.directory.publishing.wait()
+    releasing = asyncio.create_task(bench.keeper.release("a"))
+    await until(lambda: not bench.keeper.table.live(scope().scope))
+    bench.directory.after.set()
+    kept = await keeping
+    assert kept.lease is None
+    assert kept.displaced is not None
+    assert kept.displaced.lease_id == "other"
+    assert await releasing
+
+
+async def test_the_end_of_a_conversation_takes_what_is_named_but_not_held_along() -> None:
+    bench = Bench(soft_hints=True)
+    watching = asyncio.create_task(bench.keeper.watch())
+    await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0))
+    bench.engine.end("a", "evicted")
+    await until(lambda: not bench.keeper.table.live(scope().scope))
+    assert await bench.standing(scope()) == "a"
+    assert not await bench.keeper.release_scope(scope().scope)
+    assert await bench.standing(scope()) is None
+    watching.cancel()
+
+
+async def test_a_pin_on_a_lease_that_ended_meanwhile_is_forgotten_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0))
+    table = bench.keeper.table
+    one = table.get("a")
+    assert one is not None
+    begin_read = bench.engine.begin_read
+
+    async def granted(*arguments: Any) -> ReadGrant:
+        grant = await begin_read(*arguments)
+        table.end(one, Ended.EVICTED, bench.clock.now)
+        return grant
+
+    monkeypatch.setattr(bench.engine, "begin_read", granted)
+    await bench.reading.begin(begin("a"))
+    assert (table.pins, len(table), one.is_live()) == (1, 1, False)
+    bench.clock.now += 31.0
+    table.sweep(bench.clock.now)
+    assert (table.pins, len(table)) == (0, 0)
+    assert table.get("a") is one
+
+
+async def test_the_watch_goes_on_after_what_nobody_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    await bench.keeper.keep(scope(), TOKENS, bench.engine.hold("a", 8, 60.0))
+    failures = iter([KeyError("surprise"), ValueError("another")])
+    holds = bench.engine.holds
+
+    async def failing() -> list[Hold]:
+        for failure in failures:
+            raise failure
+        return await holds()
+
+    monkeypatch.setattr(bench.engine, "holds", failing)
+    watching = asyncio.create_task(bench.keeper.watch())
+    bench.engine.end("a", "evicted")
+    async with asyncio.timeout(5):
+        while len(bench.keeper.table) and not watching.done():  # noqa: ASYNC110 - a table without waiters
+            await asyncio.sleep(0.001)
+    assert len(bench.keeper.table) == 0
+    watching.cancel()
 
 
 async def test_missed_events_are_made_up_for() -> None:
@@ -185,6 +293,13 @@ async def test_revoking_leaves_nothing() -> None:
     await bench.keeper.revoke_all()
     assert bench.engine.held == {}
     assert [await bench.standing(scope(name)) for name in "abc"] == [None] * 3
+
+
+async def test_revoking_ends_holds_that_are_nobody_s_too() -> None:
+    bench = Bench()
+    bench.engine.hold("stray", 8, 60.0)
+    await bench.keeper.revoke_all()
+    assert bench.engine.held == {}
 
 
 async def test_ttl_as_asked_up_to_the_cap() -> None:

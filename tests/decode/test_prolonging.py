@@ -1,6 +1,7 @@
 """Leases of live conversations: prolonged in time, by little, together, and never past the longest hold."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from keeper_kit import Bench, scope
@@ -173,6 +174,32 @@ async def test_an_engine_in_trouble_is_asked_again() -> None:
     bench.engine.gone = False
     await at(bench, 476.0)
     assert left(bench) == pytest.approx(60.0)
+
+
+async def test_what_nobody_expected_costs_neither_this_lease_nor_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    for conversation in "cd":
+        await kept(bench, conversation)
+        await alive(bench, conversation)
+    renew, failures = bench.directory.renew, iter([KeyError("surprise")])
+
+    async def failing(renewals: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return await renew(renewals)
+
+    monkeypatch.setattr(bench.directory, "renew", failing)
+    running = asyncio.create_task(bench.prolonger.run())
+    bench.clock.now = 1466.0
+    await kept(bench, "e", ttl_s=0.01)  # stirs it
+    async with asyncio.timeout(5):
+        while bench.prolonger.prolonged < 2 and not running.done():
+            await asyncio.sleep(0.001)
+            bench.clock.now += 0.1
+    assert bench.prolonger.prolonged >= 2
+    running.cancel()
 
 
 async def test_what_is_over_is_not_asked_about() -> None:

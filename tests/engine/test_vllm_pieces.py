@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvloop.connector.control import ControlError, HoldInfo
+from kvloop.connector.terms import parse_terms
 from kvloop.engine.port import DecodeJob, HoldTerms, PrefillJob, ReadGrant, Sources
 from kvloop.engine.settings import EngineSettings, resolve
 from kvloop.engine.vllm import env, outputs, transfer
@@ -119,15 +120,17 @@ def test_an_address_of_another_host_is_refused(port: int) -> None:
 
 
 def test_prefill_parameters() -> None:
-    cold = transfer.prefill(PrefillJob("r1", b"", PLAIN))
+    cold = transfer.prefill(PrefillJob("r1", b"", PLAIN), 45.0)
     assert cold["do_remote_decode"] is True
     assert cold["do_remote_prefill"] is False
     assert cold["remote_block_ids"] is None
-    assert cold["kvloop_turn"] == {"id": "r1", "hold": None, "kind": "prefill"}
+    assert cold["kvloop_turn"] == {"id": "r1", "hold": {"ttl_s": 45.0}, "kind": "prefill"}
+    terms = parse_terms(cold, "request")
+    assert (terms.turn_id, terms.kind, terms.ttl_s) == ("r1", "prefill", 45.0)
     grant = ReadGrant("read", '{"do_remote_decode": true, "unknown": [1]}', 10, 20.0)
-    read = transfer.prefill(PrefillJob("r2", b"", PLAIN, read=grant))
+    read = transfer.prefill(PrefillJob("r2", b"", PLAIN, read=grant), 45.0)
     assert read["unknown"] == [1]
-    assert read["kvloop_turn"]["id"] == "r2"
+    assert read["kvloop_turn"] == {"id": "r2", "hold": {"ttl_s": 45.0}, "kind": "prefill"}
 
 
 def test_decode_parameters() -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "EngineWaker",
     "block_regions",
     "check_supported",
+    "copies_blocks",
     "hash_seed",
     "hash_unit",
     "kernel_blocks",
@@ -85,6 +86,18 @@ def is_plain(vllm_config: Any, kv_cache_config: Any) -> bool:
     groups = kv_cache_config.kv_cache_groups
     plain = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
     return plain and vllm_config.speculative_config is None
+
+
+def copies_blocks(vllm_config: Any, kv_cache_config: Any, device: str) -> bool:
+    """Tell whether parts of blocks can be copied within the engine.
+
+    Not with vLLM's host buffer, which is not where blocks are computed.
+    """
+    return (
+        vllm_config.kv_transfer_config.kv_buffer_device == device
+        and is_plain(vllm_config, kv_cache_config)
+        and hash_unit(vllm_config, kv_cache_config) == vllm_config.cache_config.block_size
+    )
 
 
 def hash_unit(vllm_config: Any, kv_cache_config: Any) -> int:

@@ -10,13 +10,14 @@ were.
 """
 
 import hashlib
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 SEAL = "kvloop_seal"
 """Key of the seal in kv_transfer_params."""
+
+_MAX_EXPIRY = 1e15
 
 Refusal = Literal["fields", "counts", "hash", "deadline", "transfer"]
 Switch = Literal["counts", "hash", "deadline"]
@@ -99,7 +100,9 @@ def _check_fields(params: Mapping[str, Any]) -> None:
         and all(_natural(params.get(k)) for k in ("remote_port", "tp_size", "remote_num_tokens"))
         and params.get("transfer_mode", "pull") == "pull"
         and isinstance(expiry, int | float)
-        and math.isfinite(expiry)
+        # No bool, no NaN, no infinity, and no integer too large for a float.
+        and not isinstance(expiry, bool)
+        and -_MAX_EXPIRY < expiry < _MAX_EXPIRY
         and isinstance(groups, list | tuple)
         and all(isinstance(group, list | tuple) for group in groups)
         and isinstance(mark, Mapping)

@@ -16,14 +16,10 @@ class CachedPrefix:
         self._pool = pool
         self._hashes = request.block_hashes[:num_hashes]
 
-    def in_free_list(self) -> int:
-        """Return how many of them are in the free list now."""
-        count = 0
-        for block_hash in self._hashes:
-            found = self._pool.get_cached_block(block_hash, [0])
-            if found and found[0].ref_cnt == 0:
-                count += 1
-        return count
+    def blocks(self) -> dict[int, bool]:
+        """Return them, with whether they are in the free list now."""
+        found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in self._hashes)
+        return {blocks[0].block_id: blocks[0].ref_cnt == 0 for blocks in found if blocks}
 
 
 def whole_request(request: Any, num_computed_tokens: int, block_size: int, loading: int) -> int:
@@ -49,21 +45,30 @@ def next_step(scheduled: Iterable[tuple[Any, int]], block_size: int, most_tokens
     return blocks
 
 
-def relieve(
-    table: HoldTable,
-    pool: Any,
-    needed: int,
-    give_back: Callable[[], None],
-    cached: CachedPrefix | None = None,
+def relieve_request(
+    table: HoldTable, pool: Any, needed: int, give_back: Callable[[], None], cached: CachedPrefix
 ) -> None:
-    """Evict holds until `needed` blocks are free or nothing is left to evict."""
-    # No hold, no lookup: this runs for every request and every step.
+    """Evict holds so that a request that wants to start finds its blocks; none when it would not."""
+    # No hold, no lookup: this runs for every request.
     if not table.held_blocks:
         return
-    while True:
-        free = pool.get_num_free_blocks()
-        if free >= needed and (cached is None or free - cached.in_free_list() >= needed):
-            return
-        if not table.evict_one():
-            return
+    shortage = needed - pool.get_num_free_blocks()
+    if shortage > table.held_blocks:
+        return
+    prefix = cached.blocks()
+    shortage += sum(prefix.values())
+    if shortage > 0:
+        table.make_room(shortage, _references(pool), prefix)
         give_back()
+
+
+def relieve_step(table: HoldTable, pool: Any, needed: int, give_back: Callable[[], None]) -> None:
+    """Evict holds so that running requests find their blocks: each block spares one from being preempted."""
+    shortage = needed - pool.get_num_free_blocks()
+    if shortage > 0 and table.held_blocks:
+        table.make_room(shortage, _references(pool), or_less=True)
+        give_back()
+
+
+def _references(pool: Any) -> Callable[[int], int]:
+    return lambda block: int(pool.blocks[block].ref_cnt)

@@ -8,12 +8,12 @@ reports results, in which failed requests have a place of their own.
 
 import logging
 import threading
-import time
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
 from kvloop.connector import compat
+from kvloop.connector.clocks import Moment, PeerClocks
 from kvloop.connector.guard import Refusal
 from kvloop.connector.metadata import Read, WorkerReport
 
@@ -29,6 +29,9 @@ class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
         self._report_lock = threading.Lock()
         self._worker_report = WorkerReport()
         self._reads: dict[str, Read] = {}
+        self._clocks = PeerClocks()
+        self._began: dict[str, Moment] = {}
+        """When reads began, by request id."""
         self._abandoned: set[str] = set()
         """Requests that have failed while transfers of theirs are still in flight."""
         self._refused_now: set[str] = set()
@@ -41,7 +44,17 @@ class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
         offset = self._engine_clock_offset.get(meta.remote.engine_id)
         if "deadline" in self._guards_off:
             return float("inf")
-        return float("-inf") if expiry is None or offset is None else float(expiry - offset)
+        if expiry is None or offset is None:
+            return float("-inf")
+        return self._clocks.deadline(meta.remote.engine_id, offset, expiry)
+
+    def _is_late(self, req_id: str) -> bool:
+        """Tell whether a read that completes now may have been overtaken by its blocks' next owner."""
+        meta, began = self._recving_metadata.get(req_id), self._began.get(req_id)
+        if meta is None or self._clocks.now().counter >= self._deadline(meta):
+            return True
+        jumped = began is not None and self._clocks.jumped(began)
+        return jumped and "deadline" not in self._guards_off
 
     def _note_failed(self, req_id: str, reason: Refusal) -> None:
         with self._report_lock:
@@ -60,9 +73,7 @@ class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
         failed: set[str] = set()
         for req_id, handles in list(transfers.items()):
             pending = handles if self._stalled else [h for h in handles if not self._ended(req_id, h)]
-            meta = self._recving_metadata.get(req_id)
-            late = meta is None or time.perf_counter() >= self._deadline(meta)
-            if late and req_id not in self._abandoned:
+            if req_id not in self._abandoned and self._is_late(req_id):
                 self._note_failed(req_id, "deadline")
                 self._abandon(req_id)
             if pending:
@@ -70,6 +81,7 @@ class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
                 continue
             del transfers[req_id]
             read = self._reads.pop(req_id, Read())
+            self._began.pop(req_id, None)
             if req_id in self._abandoned:
                 self._abandoned.discard(req_id)
                 self.xfer_stats.record_failed_transfer()

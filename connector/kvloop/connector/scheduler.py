@@ -16,10 +16,11 @@ from vllm.v1.request import RequestStatus
 
 from kvloop.connector import compat, guard, pressure
 from kvloop.connector.control import Report, TransferInfo
+from kvloop.connector.hold import Hold, Kind
 from kvloop.connector.hooks import Hooks, spoiled
 from kvloop.connector.metadata import Orders, WorkerReport
 from kvloop.connector.server import ControlServer
-from kvloop.connector.table import Hold, HoldTable, Kind
+from kvloop.connector.table import HoldTable
 from kvloop.connector.tails import Tail, Tails
 from kvloop.connector.terms import Terms, parse_terms
 from kvloop.connector.turns import TurnLog
@@ -91,10 +92,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._tails = Tails(self.block_size)
-        # Not with vLLM's host buffer, which is not where blocks are computed.
-        copies = vllm_config.kv_transfer_config.kv_buffer_device == current_platform.device_type
-        plain = compat.is_plain(vllm_config, kv_cache_config)
-        self._copies_tails = copies and plain and self._hash_unit == self.block_size
+        self._copies_tails = compat.copies_blocks(vllm_config, kv_cache_config, current_platform.device_type)
         self._copying: dict[str, int] = {}
         """Held blocks that are kept until the step which copies them is over, by request id."""
         self._step_for_readers = current_platform.device_type == "cpu"
@@ -269,7 +267,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             scheduled = scheduler_output.num_scheduled_tokens.items()
             running = [(self._requests[name], count) for name, count in scheduled if name in self._requests]
             needed = pressure.next_step(running, self.block_size, self._step_tokens)
-            pressure.relieve(self._table, self._pool, needed, self._give_back)
+            pressure.relieve_step(self._table, self._pool, needed, self._give_back)
         meta = super().build_connector_meta(scheduler_output)
         self._orders.guards_off = frozenset(self._hooks.guards_off)
         self._orders.stalled = self._hooks.stall == "end"
@@ -466,4 +464,4 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         loading = sum(turn.loading for turn in self._turns.values())
         needed = pressure.whole_request(request, num_computed_tokens, self.block_size, loading)
         cached = pressure.CachedPrefix(self._pool, request, num_computed_tokens // self._hash_unit)
-        pressure.relieve(self._table, self._pool, needed, self._give_back, cached)
+        pressure.relieve_request(self._table, self._pool, needed, self._give_back, cached)

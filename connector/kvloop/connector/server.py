@@ -18,8 +18,9 @@ from typing import Any
 
 from kvloop.connector.control import LINE_LIMIT, HoldInfo, Report
 from kvloop.connector.guard import SWITCHES
+from kvloop.connector.hold import Hold
 from kvloop.connector.hooks import SPOILS, STALLS, Hooks
-from kvloop.connector.table import Hold, HoldTable, NotHeld, Snapshot
+from kvloop.connector.table import HoldTable, NotHeld, Snapshot
 from kvloop.connector.turns import TurnLog
 
 _log = logging.getLogger("vllm.kvloop")
@@ -90,14 +91,16 @@ class ControlServer:
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        """What ended the thread."""
         self._thread = threading.Thread(target=self._run, name="kvloop-control", daemon=True)
 
     def start(self) -> None:
         """Start; returns once the socket listens. Raises RuntimeError when it can't."""
         self._thread.start()
         self._ready.wait()
-        if not self._thread.is_alive():
-            raise RuntimeError("the control socket could not be opened")
+        if self._failure is not None:
+            raise RuntimeError("the control socket could not be opened") from self._failure
 
     def stop(self) -> None:
         """Stop and remove the socket. Idempotent; any thread."""
@@ -115,7 +118,9 @@ class ControlServer:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._main())
-        except OSError:
+        except BaseException as error:  # noqa: BLE001 - `start` raises it
+            # Before the event: whoever waits for it looks here.
+            self._failure = error
             _log.exception("kvloop: control socket failed")
         finally:
             self._loop.close()
@@ -126,9 +131,13 @@ class ControlServer:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             door = socket.socket(socket.AF_UNIX)
-            door.bind(str(self._path))
-            self._path.chmod(0o600)  # before it listens
-            server = await asyncio.start_unix_server(self._serve, sock=door, limit=LINE_LIMIT)
+            try:
+                door.bind(str(self._path))
+                self._path.chmod(0o600)  # before it listens
+                server = await asyncio.start_unix_server(self._serve, sock=door, limit=LINE_LIMIT)
+            except BaseException:
+                door.close()
+                raise
         self._table.on_change = self._note_change
         self._ready.set()
         ticker = asyncio.create_task(self._keep_deadlines())
@@ -149,17 +158,26 @@ class ControlServer:
         """Let holds expire, pass events on, and keep readers' notices coming."""
         while True:
             self._changed.clear()
-            self._table.expire()
-            self._after_change()
-            readers = self._table.has_readers or self._table.has_late_readers
-            if readers:
-                self._wake()
-            due = self._table.next_deadline()
-            wait = None if due is None else max(0.0, due - self._table.clock())
-            if readers:
-                wait = _TICK_S if wait is None else min(_TICK_S, wait)
+            try:
+                wait = self._tick()
+            except Exception:  # noqa: BLE001 - without this loop nothing ends at its deadline
+                _log.exception("kvloop: deadlines could not be kept")
+                wait = _TICK_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), wait)
+
+    def _tick(self) -> float | None:
+        """Do what is due; return in how many seconds there is more, None for with the next change."""
+        self._table.expire()
+        self._after_change()
+        readers = self._table.has_readers or self._table.has_late_readers
+        if readers:
+            self._wake()
+        due = self._table.next_deadline()
+        wait = None if due is None else max(0.0, due - self._table.clock())
+        if readers:
+            wait = _TICK_S if wait is None else min(_TICK_S, wait)
+        return wait
 
     def _after_change(self) -> None:
         if self._table.has_freeable:

@@ -12,15 +12,18 @@ import heapq
 import secrets
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+from kvloop.connector import eviction
+from kvloop.connector.eviction import Shares
+from kvloop.connector.hold import Hold, Kind
 
 _LATE_S = 60.0
 """How long a reader that missed its deadline may still be waiting for its transfer to end."""
 
-Kind = Literal["decode", "prefill"]
 Reason = Literal["expired", "evicted", "revoked"]
 
 
@@ -30,27 +33,6 @@ class NotHeld(LookupError):
     def __init__(self, lease_id: str, expired: bool = False) -> None:
         super().__init__(lease_id)
         self.expired = expired
-
-
-@dataclass(eq=False, slots=True)
-class Hold:
-    """One hold. Fields change under the table's lock only."""
-
-    lease_id: str
-    kind: Kind
-    tenant: str
-    blocks: tuple[int, ...]
-    num_tokens: int
-    deadline: float
-    payload: object = None
-    """What the owner needs to make a handle; never looked at here."""
-    pins: dict[str, float] = field(default_factory=dict)
-    """Deadline by read id."""
-    token: str = field(default_factory=lambda: secrets.token_hex(6))
-    """Names this hold in the notice of a prefill hold's reader."""
-    last_used: int = 0
-    doomed: bool = False
-    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +51,8 @@ class Snapshot:
 class HoldTable:
     """Holds by lease id, with deadlines, pins, a budget in unique blocks, and eviction.
 
-    Decode holds count against the budget and can be evicted while unpinned, least recently used first,
-    from the tenant that holds most. Prefill holds are one reader's, short, and never evicted.
+    Decode holds count against the budget and can be evicted while unpinned; kvloop.connector.eviction says
+    which go first. Prefill holds are one reader's, short, and never evicted.
     """
 
     def __init__(self, budget: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -81,10 +63,9 @@ class HoldTable:
         self._live: dict[str, Hold] = {}
         self._doomed: set[Hold] = set()
         self._pins: dict[str, Hold] = {}
-        self._due: list[tuple[float, int, Hold, str | None]] = []
-        self._refs: Counter[int] = Counter()
-        self._tenants: dict[str, Counter[int]] = {}
-        self._budgeted: Counter[int] = Counter()
+        # Names, not holds: an ended hold must not keep its payload until its deadline.
+        self._due: list[tuple[float, int, str, str | None]] = []
+        self._shares = Shares()
         self._freeable: deque[tuple[int, ...]] = deque()
         self._events: deque[tuple[str, Reason]] = deque(maxlen=65536)
         self._ticks = 0
@@ -107,15 +88,11 @@ class HoldTable:
     ) -> Hold | None:
         """Take over one reference to each of the blocks; None when the budget has no room for them.
 
-        With None the references stay the caller's. A live hold of the same id is replaced.
+        With None the references stay the caller's, and nobody was evicted. A live hold of the same id ends.
         """
         with self._lock:
             if ttl_s <= 0 or not blocks:
                 return None
-            if kind == "decode" and self.budget is not None and len(set(blocks)) > self.budget:
-                return None
-            if (old := self._live.get(lease_id)) is not None:
-                self._end(old, None)
             entry = Hold(
                 lease_id,
                 kind,
@@ -126,27 +103,42 @@ class HoldTable:
                 payload,
                 last_used=self._tick(),
             )
-            self._live[lease_id] = entry
-            self._count(entry, +1)
-            while self._over_budget():
-                if not self._evict(keep=entry):
-                    self._live.pop(lease_id)
-                    self._count(entry, -1)
+            if (old := self._live.get(lease_id)) is not None:
+                self._end(old, None)
+            self._shares.add(entry)
+            if kind == "decode" and self.budget is not None:
+                victims = eviction.for_budget(self._evictable(), self._shares, self.budget, entry)
+                if victims is None:
+                    self._shares.remove(entry)
                     return None
-            self._push(entry.deadline, entry, None)
+                for victim in victims:
+                    self._end(victim, "evicted")
+            self._live[lease_id] = entry
+            self._push(entry.deadline, lease_id, None)
             self.on_change()
             return entry
 
-    def evict_one(self) -> bool:
-        """Evict one decode hold, if any can be."""
+    def make_room(
+        self,
+        shortage: int,
+        references: Callable[[int], int],
+        spoken_for: Collection[int] = (),
+        *,
+        or_less: bool = False,
+    ) -> None:
+        """Evict decode holds so that so many blocks come free; see kvloop.connector.eviction.for_room."""
         with self._lock:
-            return self._evict(keep=None)
+            holds = self._evictable()
+            for victim in eviction.for_room(
+                holds, self._shares, shortage, references, spoken_for, or_less=or_less
+            ):
+                self._end(victim, "evicted")
 
     def evict(self, lease_id: str) -> bool:
         """Evict a certain decode hold; False when there is none or a read is in progress."""
         with self._lock:
             entry = self._live.get(lease_id)
-            if entry is None or not self._evictable(entry):
+            if entry is None or entry not in self._evictable():
                 return False
             self._end(entry, "evicted")
             return True
@@ -170,7 +162,7 @@ class HoldTable:
             entry.pins[read_id] = deadline
             entry.last_used = self._tick()
             self._pins[read_id] = entry
-            self._push(deadline, entry, read_id)
+            self._push(deadline, lease_id, read_id)
             return read_id, deadline, entry
 
     def unpin(self, lease_id: str, read_id: str) -> bool:
@@ -212,7 +204,7 @@ class HoldTable:
             deadline = self.clock() + ttl_s
             if deadline > entry.deadline:
                 entry.deadline = deadline
-                self._push(deadline, entry, None)
+                self._push(deadline, lease_id, None)
             return True
 
     def expire(self) -> None:
@@ -220,12 +212,12 @@ class HoldTable:
         with self._lock:
             now = self.clock()
             while self._due and self._due[0][0] <= now:
-                _, _, entry, read_id = heapq.heappop(self._due)
+                _, _, lease_id, read_id = heapq.heappop(self._due)
                 if read_id is not None:
-                    if read_id in entry.pins:
+                    if (entry := self._pins.get(read_id)) is not None:
                         self._unpin(entry, read_id)
                         self._late_until = now + _LATE_S
-                elif not entry.gone and not entry.doomed and entry.deadline <= now:
+                elif (entry := self._live.get(lease_id)) is not None and entry.deadline <= now:
                     self._end(entry, "expired")
                     if entry.kind == "prefill":
                         self._late_until = now + _LATE_S
@@ -266,7 +258,7 @@ class HoldTable:
     @property
     def held_blocks(self) -> int:
         """Unique blocks kept by all holds."""
-        return len(self._refs)
+        return len(self._shares.all)
 
     @property
     def leases(self) -> int:
@@ -296,8 +288,8 @@ class HoldTable:
         self._ticks += 1
         return self._ticks
 
-    def _push(self, deadline: float, entry: Hold, read_id: str | None) -> None:
-        heapq.heappush(self._due, (deadline, self._tick(), entry, read_id))
+    def _push(self, deadline: float, lease_id: str, read_id: str | None) -> None:
+        heapq.heappush(self._due, (deadline, self._tick(), lease_id, read_id))
 
     def _get(self, lease_id: str) -> Hold:
         entry = self._live.get(lease_id)
@@ -319,32 +311,8 @@ class HoldTable:
             entry.doomed,
         )
 
-    def _count(self, entry: Hold, step: int) -> None:
-        counters = [self._refs]
-        if entry.kind == "decode":
-            counters += [self._budgeted, self._tenants.setdefault(entry.tenant, Counter())]
-        for counter in counters:
-            for block in entry.blocks:
-                counter[block] += step
-                if not counter[block]:
-                    del counter[block]
-        if entry.kind == "decode" and not self._tenants[entry.tenant]:
-            del self._tenants[entry.tenant]
-
-    def _over_budget(self) -> bool:
-        return self.budget is not None and len(self._budgeted) > self.budget
-
-    @staticmethod
-    def _evictable(entry: Hold) -> bool:
-        return entry.kind == "decode" and not entry.pins
-
-    def _evict(self, keep: Hold | None) -> bool:
-        candidates = [e for e in self._live.values() if self._evictable(e) and e is not keep]
-        if not candidates:
-            return False
-        victim = min(candidates, key=lambda e: (-len(self._tenants[e.tenant]), e.last_used))
-        self._end(victim, "evicted")
-        return True
+    def _evictable(self) -> list[Hold]:
+        return [entry for entry in self._live.values() if entry.kind == "decode" and not entry.pins]
 
     def _end(self, entry: Hold, reason: Reason | None) -> None:
         del self._live[entry.lease_id]
@@ -366,5 +334,5 @@ class HoldTable:
 
     def _drop(self, entry: Hold) -> None:
         entry.gone = True
-        self._count(entry, -1)
+        self._shares.remove(entry)
         self._freeable.append(entry.blocks)

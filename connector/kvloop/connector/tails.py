@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvloop.connector.guard import Text
-from kvloop.connector.table import Hold
+from kvloop.connector.hold import Hold
 
 _MOST = 32
 """Holds compared, newest first: many may have the same full blocks, such as those of a system prompt."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvloop.connector.table import Kind
+from kvloop.connector.hold import Kind
 
 KEY = "kvloop_turn"
 PREFILL_TTL_S = 30.0

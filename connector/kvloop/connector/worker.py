@@ -1,9 +1,9 @@
 """The worker side: reads of remote KV under guard, and notices of those who read from here.
 
 A read counts only if its completion is noticed before the handle's deadline, on a clock that errs on the
-early side; otherwise its request fails and nothing of it is cached. A read that is still in flight at the
-deadline fails its request at once, but its blocks stay allocated until the transfer really ends, since the
-peer's data may yet arrive in them.
+early side (kvloop.connector.clocks); otherwise its request fails and nothing of it is cached. A read that is
+still in flight at the deadline fails its request at once, but its blocks stay allocated until the transfer
+really ends, since the peer's data may yet arrive in them.
 """
 
 import functools
@@ -25,6 +25,7 @@ from kvloop.connector.reads import Reads
 _log = logging.getLogger("vllm.kvloop")
 
 _MAX_PARTIAL_NOTICES = 65536
+_MAX_COUNT_DIGITS = 9
 
 
 class KvloopWorker(Reads):  # type: ignore[misc]
@@ -36,6 +37,7 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         self._init_reads()
         self._partial_notices: OrderedDict[str, int] = OrderedDict()
         self._copier: BlockCopier | None = None
+        self._copies = compat.copies_blocks(vllm_config, kv_cache_config, current_platform.device_type)
         transfer = vllm_config.kv_transfer_config
         self._start_margin_s = float(transfer.get_from_extra_config("kvloop_start_margin_s", 2.0))
         if current_platform.device_type == "cpu":
@@ -43,15 +45,23 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         else:
             super().__init__(vllm_config, engine_id, kv_cache_config)
 
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Take the memory of the KV cache. Raises ValueError when blocks can't be copied in it."""
+        super().register_kv_caches(kv_caches)
+        if self._copies:
+            # Now rather than at the first copy: a failure here is a refused start, one there a dead engine.
+            self._copier = BlockCopier(self)
+
     # -- reading --------------------------------------------------------------------------------------
 
     def start_load_kv(self, metadata: Any) -> None:
         """Begin the step's reads; fail those that the scheduler side refused."""
         orders: Orders = metadata.kvloop
         self._guards_off, self._stalled = orders.guards_off, orders.stalled
-        for source, target in orders.copies.values():
-            self._copy_block(source, target)
         if orders.copies:
+            assert self._copier is not None
+            for source, target in orders.copies.values():
+                self._copier.copy(source, target)
             with self._report_lock:
                 self._worker_report.copied.update(orders.copies)
         super().start_load_kv(metadata)
@@ -60,11 +70,6 @@ class KvloopWorker(Reads):  # type: ignore[misc]
             self._refused_now.add(request_id)
         for engine_id, remote_request_id in orders.notices:
             self._send_notice(engine_id, remote_request_id)
-
-    def _copy_block(self, source: int, target: int) -> None:
-        if self._copier is None:
-            self._copier = BlockCopier(self)
-        self._copier.copy(source, target)
 
     def _nixl_handshake(self, *args: Any, **kwargs: Any) -> Any:
         # The peer's clock is estimated at the middle of the round trip. The true offset is larger by at
@@ -77,16 +82,16 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         return False  # decided in _read_blocks_for_req, with our own margin
 
     def _read_blocks_for_req(self, req_id: str, meta: Any) -> None:
-        if meta.remote.engine_id not in self._remote_agents:
-            super()._read_blocks_for_req(req_id, meta)  # shakes hands and comes back (vLLM 0.32)
-            return
-        if time.perf_counter() + self._start_margin_s >= self._deadline(meta):
-            self._fail(req_id, "deadline")
-            return
-        if "counts" not in self._guards_off and not self._blocks_exist(meta):
-            self._fail(req_id, "counts")
-            return
-        self._reads[req_id] = Read()
+        # vLLM 0.32 shakes hands with an engine that it does not know, and comes back.
+        if meta.remote.engine_id in self._remote_agents:
+            began = self._clocks.now()
+            if began.counter + self._start_margin_s >= self._deadline(meta):
+                self._fail(req_id, "deadline")
+                return
+            if "counts" not in self._guards_off and not self._blocks_exist(meta):
+                self._fail(req_id, "counts")
+                return
+            self._reads[req_id], self._began[req_id] = Read(), began
         try:
             super()._read_blocks_for_req(req_id, meta)
         except Exception:  # noqa: BLE001 - a handle must not be able to end the engine
@@ -115,7 +120,7 @@ class KvloopWorker(Reads):  # type: ignore[misc]
     def _take_notice(self, message: bytes) -> None:
         text = message.decode("utf-8", "replace")
         remote_request_id, _, expected = text.rpartition(":")
-        if text.startswith("HB:") or not expected.isdecimal():
+        if text.startswith("HB:") or not expected.isdecimal() or len(expected) > _MAX_COUNT_DIGITS:
             return  # heartbeats renew vLLM's own leases; ours have fixed deadlines
         seen = self._partial_notices.pop(remote_request_id, 0) + 1
         if seen >= compat.notices_awaited(self, int(expected)):

@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass, field, fields
 from kvloop.metastore import codec
 from kvloop.metastore.fields import Fields
 from kvloop.metastore.port import DirectoryUnavailable
+from kvloop.runtime import logs
 
 TTL_S = 10.0
 ANNOUNCEMENTS_PER_TTL = 4
 WATCH_S = 0.5
 _FORMAT = b"W1"
 _TAG_BYTES = 16
+
+_log = logs.get("metastore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +106,12 @@ class WorkerRegistry:
     ) -> None:
         """Announce what worker() returns until cancelled; a store that is away is tried again next time."""
         while True:
-            with contextlib.suppress(DirectoryUnavailable):
+            try:
                 await self.announce(worker(), ttl_s)
+            except DirectoryUnavailable:
+                pass
+            except Exception as error:  # noqa: BLE001 - a worker that falls silent is taken for dead
+                _log.error("announcement_failed", error=type(error).__name__, exc_info=error)
             await sleep(ttl_s / ANNOUNCEMENTS_PER_TTL)
 
 

@@ -106,6 +106,7 @@ class DecodeApp:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REVOKE_S):
                     await self._parts.keeper.revoke_all()
+            await self._parts.keeper.close()
         await self._life.stop()
 
     async def _probe(self) -> None:
@@ -149,7 +150,7 @@ class DecodeApp:
             prolonger=prolonger,
             reading=Reading(engine, keeper, clock, ReadPolicy(settings.pin_s, settings.max_pin_s), off),
             turns=turns,
-            reloading=Reloading(engine, let_go),
+            reloading=Reloading(engine, let_go, self._life.spawn),
             clock=clock,
             worker_id=self._life.worker_id,
         )

@@ -17,18 +17,22 @@ import contextlib
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from kvloop.decode.lease import Ended, Lease, LeaseTable
 from kvloop.decode.publishing import Publisher
 from kvloop.engine.port import Engine, Hold, HoldTerms
 from kvloop.metastore.port import DirectoryUnavailable, Published
-from kvloop.runtime import logs
+from kvloop.runtime import background, logs
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure
 from kvloop.runtime.tokens import TOKEN_BYTES, count
 from kvloop.v1alpha1 import lease_pb2, turn_pb2
+
+PATIENCE_S = 300.0
+"""How long a turn may take to end in the engine before its hold is left to its own deadline."""
 
 _log = logs.get("decode")
 
@@ -127,21 +131,18 @@ class Keeper:
     ) -> Kept:
         """Make a lease of what the engine kept of a cancelled turn, if anything."""
         hold = await self._engine.settle(lease_id)
-        return await self.keep(scope, tokens(), hold) if hold is not None else Kept()
+        if hold is None:
+            self.discard_later(lease_id)
+            return Kept()
+        return await self.keep(scope, tokens(), hold)
 
     async def discard(self, terms: HoldTerms) -> None:
         """Let go of a hold that never became a lease."""
         await self._release_hold(terms.lease_id)
 
-    async def discard_cancelled(self, terms: HoldTerms) -> None:
-        """Let go of what the engine may keep of a cancelled turn: its end and the cancellation can cross."""
-        await self._release_hold(terms.lease_id)
-        try:
-            hold = await self._engine.settle(terms.lease_id)
-        except Failure:
-            return
-        if hold is not None:
-            await self._release_hold(terms.lease_id)
+    def discard_later(self, lease_id: str) -> None:
+        """Let go, in the background, of what the engine may keep of a turn that it has yet to end."""
+        self._spawn(self._discard_settled(lease_id))
 
     async def release(self, lease_id: str) -> bool:
         """Let go of a lease; False when it is not live."""
@@ -152,17 +153,25 @@ class Keeper:
             # Nothing is held, but the directory may still name it.
             async with self._lock(lease.scope):
                 await self._publisher.remove(lease)
-        return await self._retire(lease, Ended.RELEASED)
+        return await self._retire([lease], Ended.RELEASED)
 
     async def release_scope(self, scope: bytes) -> bool:
         """Let go of all that is held for a conversation; False when nothing is."""
-        done = [await self._retire(lease, Ended.RELEASED) for lease in self.table.live(scope)]
-        return any(done)
+        done = await self._retire(self.table.live(scope), Ended.RELEASED)
+        if self._policy.soft_hints:
+            # What is no longer held is still named.
+            async with self._lock(scope):
+                await self._publisher.remove_soft(scope)
+        return done
 
     async def revoke_all(self) -> None:
         """Let go of every lease: before weights are reloaded, and at the end of a drain."""
-        for lease in list(self.table.held()):
-            await self._retire(lease, Ended.REVOKED)
+        await self._retire(self.table.held(), Ended.REVOKED)
+        try:
+            # Holds that never became leases, too.
+            await self._engine.revoke_all()
+        except Failure as failure:
+            _log.warning("revoke_failed", reason=failure.reason_name)
 
     async def watch(self) -> None:
         """Follow the engine's own endings of holds, for ever."""
@@ -175,9 +184,9 @@ class Keeper:
                     lease = self.table.get(event.lease_id)
                     if lease is not None:
                         await self._ended(lease, _why(event.reason))
-            except Failure as failure:
+            except Exception as error:  # noqa: BLE001 - without this watch, leases outlive their holds
                 if not broken:
-                    _log.warning("hold_events_broken", reason=failure.reason_name)
+                    _log.warning("hold_events_broken", error=type(error).__name__, exc_info=error)
                 broken = True
             await asyncio.sleep(self._policy.watch_retry_s)
 
@@ -226,9 +235,9 @@ class Keeper:
                     await self._publisher.remove(lease)
         for loser in losers:
             await self._release_hold(loser.lease_id)
-        if not won or not lease.is_live():
+        if not won:
             return Kept()
-        return Kept(lease, self._elsewhere(published))
+        return Kept(lease if lease.is_live() else None, self._elsewhere(published))
 
     async def _write(self, lease: Lease) -> Published:
         begun = self._clock.monotonic()
@@ -256,7 +265,10 @@ class Keeper:
         while lease.is_live():
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             try:
-                await self._publish(lease)
+                kept = await self._publish(lease)
+                if kept.displaced is not None:
+                    # The turn's summary, by which routers learn of it, is gone: its own deadline ends it.
+                    _log.info("displaced_untold", lease_id=kept.displaced.lease_id)
                 return
             except ValueError:
                 await self._let_go(lease, Ended.UNPUBLISHED)
@@ -269,14 +281,27 @@ class Keeper:
                     return
             pause = min(pause * 2, 2.0)
 
-    async def _retire(self, lease: Lease, why: Ended) -> bool:
-        """Take the entry away, then the hold."""
-        if not self.table.end(lease, why, self._clock.monotonic()):
+    async def _retire(self, leases: Iterable[Lease], why: Ended) -> bool:
+        """End leases; take their entries away, then their holds. False when none was live."""
+        now = self._clock.monotonic()
+        ended = [lease for lease in leases if self.table.end(lease, why, now)]
+        if not ended:
             return False
-        async with self._lock(lease.scope):
-            await self._publisher.remove(lease)
-        await self._release_hold(lease.lease_id)
+        # For a lease that has ended nobody comes back: the call that asked for it may be gone by now.
+        await asyncio.shield(self._spawn(self._give_up(ended)))
         return True
+
+    async def _give_up(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            async with self._lock(lease.scope):
+                await self._publisher.remove(lease)
+            await self._release_hold(lease.lease_id)
+
+    async def _discard_settled(self, lease_id: str) -> None:
+        await self._release_hold(lease_id)
+        with contextlib.suppress(Failure):
+            if await self._engine.settle(lease_id, PATIENCE_S) is not None:
+                await self._release_hold(lease_id)
 
     async def _let_go(self, lease: Lease, why: Ended) -> None:
         if self.table.end(lease, why, self._clock.monotonic()):
@@ -308,10 +333,8 @@ class Keeper:
             self._locks[scope] = lock = asyncio.Lock()
         return lock
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        return background.spawn(self._tasks, work)
 
 
 def _later(one: Lease, other: Lease) -> bool:

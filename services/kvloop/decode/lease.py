@@ -146,7 +146,11 @@ class LeaseTable:
         self._settle(lease, now)
 
     def pin(self, lease: Lease, read_id: str, now: float, pin_s: float) -> None:
-        """Note a read in progress."""
+        """Note a read in progress; also of a lease that ended while its engine was asked."""
+        if lease.state is State.SOFT:
+            lease.state = State.DOOMED
+            self._soft.pop(lease.lease_id, None)
+            self._by_id[lease.lease_id] = lease
         if not lease.was_read:
             lease.was_read = True
             self.tell_gap(max(0.0, now - lease.begun))

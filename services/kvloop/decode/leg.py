@@ -18,7 +18,7 @@ from kvloop.engine.port import DecodeJob, Engine, EngineFacts, Finish, HoldTerms
 from kvloop.engine.watching import watch_transfer
 from kvloop.runtime import checks, logs, tracing
 from kvloop.runtime.clock import Clock
-from kvloop.runtime.errors import invalid
+from kvloop.runtime.errors import Failure, Reason, invalid
 from kvloop.runtime.metrics import Metrics
 from kvloop.v1alpha1 import decode_service_pb2
 
@@ -56,6 +56,14 @@ def _check_handle(params_json: str) -> None:
         raise invalid(field, "is not valid JSON") from None
     if not isinstance(params, dict) or not params:
         raise invalid(field, "must be a JSON object that is not empty")
+
+
+def _may_be_held(error: Exception) -> bool:
+    """Tell whether a turn that failed may have reached the engine, which then aborts it and may hold it."""
+    return not isinstance(error, Failure) or error.reason in {
+        Reason.ERROR_REASON_WORKER_FAILED,
+        Reason.ERROR_REASON_INTERNAL,
+    }
 
 
 class Leg:
@@ -129,7 +137,10 @@ class Leg:
             raise
         except Exception as error:  # noqa: BLE001 - the caller's stream raises it
             self._over = True
-            await self._discard()
+            if _may_be_held(error):
+                self._discard_later()
+            else:
+                await self._discard()
             self._pump.close(error)
         else:
             self._pump.close()
@@ -144,6 +155,9 @@ class Leg:
                 )
             else:
                 await self._discard()
+        else:
+            # A stop string ends a turn before the engine has: it may yet hold what nobody waited for.
+            self._discard_later()
         summary = decode_service_pb2.DecodeSummary(
             finish_reason=finish.reason,
             stop_reason=finish.stop_reason,
@@ -176,7 +190,8 @@ class Leg:
                 self._keeper.keep_cancelled(self._request.scope, self._tokens, self._terms.lease_id)
             )
         else:
-            await self._keeper.discard_cancelled(self._terms)
+            # Its end and the cancellation can cross.
+            self._discard_later()
 
     async def _guarded(self, keeping: Awaitable[Kept]) -> Kept:
         """Return what was kept; trouble with a lease never fails the turn that left it."""
@@ -184,12 +199,16 @@ class Leg:
             return await keeping
         except Exception as error:  # noqa: BLE001 - told in the log, and the hold is let go
             _log.error("keeping_failed", error=type(error).__name__, exc_info=error)
-            await self._discard()
+            self._discard_later()
             return Kept()
 
     async def _discard(self) -> None:
         if self._terms is not None:
             await self._keeper.discard(self._terms)
+
+    def _discard_later(self) -> None:
+        if self._terms is not None:
+            self._keeper.discard_later(self._terms.lease_id)
 
     def _tokens(self) -> bytes:
         return self._request.prompt_token_ids + self._pump.answer()

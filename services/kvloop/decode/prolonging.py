@@ -22,6 +22,7 @@ from kvloop.decode.lease import Lease
 from kvloop.decode.publishing import Publisher
 from kvloop.engine.port import Engine
 from kvloop.metastore.port import Standing
+from kvloop.runtime import logs
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure
 
@@ -30,6 +31,8 @@ PAUSE_S = 0.1
 """Between two looks at the heap: what falls due meanwhile is asked about together."""
 _AHEAD = 4
 _AGAIN = 2 / 3
+
+_log = logs.get("decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,10 @@ class Prolonger:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stir.wait(), wait_s)
                 continue
-            await self.sweep()
+            try:
+                await self.sweep()
+            except Exception as error:  # noqa: BLE001 - other leases are still to be looked at
+                _log.error("prolonging_failed", error=type(error).__name__, exc_info=error)
             await asyncio.sleep(PAUSE_S)
 
     async def sweep(self) -> None:
@@ -99,10 +105,19 @@ class Prolonger:
                 due.append(waiting)
         if not due:
             return
-        standings = await self._publisher.renew([(one.lease, _until(one, now) - now) for one in due])
-        await asyncio.gather(
-            *(self._settle(one, standing, now) for one, standing in zip(due, standings, strict=True))
+        try:
+            standings = await self._publisher.renew([(one.lease, _until(one, now) - now) for one in due])
+        except BaseException:
+            for one in due:
+                self._look_again(one)
+            raise
+        results = await asyncio.gather(
+            *(self._settle(one, standing, now) for one, standing in zip(due, standings, strict=True)),
+            return_exceptions=True,
         )
+        for error in results:
+            if error is not None:
+                raise error
 
     async def _settle(self, waiting: _Waiting, standing: Standing, now: float) -> None:
         lease, until = waiting.lease, _until(waiting, now)

@@ -117,6 +117,15 @@ class Publisher:
         except DirectoryUnavailable as error:
             _log.info("entry_not_removed", lease_id=lease.lease_id, outage=str(error))
 
+    async def remove_soft(self, scope: bytes) -> None:
+        """Remove a conversation's entry if it is this worker's and names a lease that is no longer held."""
+        try:
+            entry = (await self._directory.lookup(scope)).entry
+            if entry is not None and not entry.held and entry.decode_endpoint == self.endpoint:
+                await self._directory.remove(scope, entry.lease_id)
+        except DirectoryUnavailable as error:
+            _log.info("entry_not_removed", outage=str(error))
+
     def entry_ttl_s(self, remaining_s: float) -> float:
         """Return how long the entry of a lease with so much time left stands."""
         # A short lease keeps half of its time rather than none.

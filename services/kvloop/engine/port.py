@@ -200,7 +200,10 @@ class Engine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Return when the engine can serve; raise Failure WORKER_FAILED when it can't."""
+        """Return when the engine can serve.
+
+        Failures: WORKER_FAILED when it is dead; NO_WORKER when a reload may help.
+        """
         ...
 
     async def prefill(self, job: PrefillJob) -> PrefillOutcome:
@@ -218,8 +221,11 @@ class Engine(Protocol):
         """Generate. Closing the iterator before the finish cancels the turn."""
         ...
 
-    async def settle(self, lease_id: str) -> Hold | None:
-        """Return the hold of a cancelled turn once the engine has it, or None when it keeps nothing."""
+    async def settle(self, lease_id: str, patience_s: float | None = None) -> Hold | None:
+        """Return the hold of a cancelled turn once the engine has it, or None when it keeps nothing.
+
+        None, too, when the turn has not ended after patience_s; left out, after some seconds.
+        """
         ...
 
     async def begin_read(self, lease_id: str, num_tokens: int, pin_s: float) -> ReadGrant:
@@ -232,6 +238,10 @@ class Engine(Protocol):
 
     async def release(self, lease_id: str) -> bool:
         """End a hold; while pinned it is doomed instead. False when there is none."""
+        ...
+
+    async def revoke_all(self) -> None:
+        """End every decode turn's hold, known to the services or not; pinned ones are doomed instead."""
         ...
 
     async def extend(self, lease_id: str, ttl_s: float) -> bool:
@@ -262,6 +272,7 @@ class Engine(Protocol):
         """Load the weights from where they lie, under the same name, in a new epoch.
 
         Call it while nothing is in use or cached. Engines of different versions have different
-        compatibilities and refuse each other's handles.
+        compatibilities and refuse each other's handles. After a failure the weights may be a mixture, and
+        check_health fails until a later reload succeeds.
         """
         ...

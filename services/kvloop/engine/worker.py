@@ -8,7 +8,7 @@ the process, since only another process can serve (run_until_signal).
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,9 +20,9 @@ from kvloop.metastore.factory import Store, StoreOptions, open_store
 from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.metastore.registry import Worker
 from kvloop.metastore.watching import watch_store
-from kvloop.runtime import endpoints, logs, tracing
+from kvloop.runtime import background, endpoints, logs, tracing
 from kvloop.runtime.config import ObservedSettings
-from kvloop.runtime.errors import Failure
+from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.exposition import Exposition
 from kvloop.runtime.metrics import Metrics
 from kvloop.runtime.security import GuardedSettings, Security
@@ -41,7 +41,7 @@ _ROLES: dict[Role, "worker_pb2.WorkerRole.ValueType"] = {
 }
 _log = logs.get("worker")
 
-Health = Literal["well", "silent", "dead"]
+Health = Literal["well", "unwell", "dead"]
 
 
 class WorkerSettings(ObservedSettings, GuardedSettings, EngineSettings):  # type: ignore[misc]  # both bases' model_config are merged
@@ -202,11 +202,9 @@ class WorkerLife:
         await self._exposition.stop()
         await self._tracing.stop()
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run something until the worker stops."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run something until the worker stops; a failure of it is logged."""
+        return background.spawn(self._tasks, work)
 
     def _worker(self, load: float) -> Worker:
         facts = self.engine.facts
@@ -256,7 +254,10 @@ class WorkerLife:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await self.engine.check_health()
         except TimeoutError:
-            return "silent"
-        except Failure:
-            return "dead"
+            return "unwell"
+        except Failure as failure:
+            return "dead" if failure.reason == Reason.ERROR_REASON_WORKER_FAILED else "unwell"
+        except Exception as error:  # noqa: BLE001 - whatever it is, the watch must go on
+            _log.error("health_unknown", error=type(error).__name__, exc_info=error)
+            return "unwell"
         return "well"

@@ -65,7 +65,7 @@ class PrefillApp:
         await self._life.start_engine()
         self._life.metrics.probe(self._legs.probe)
         # What decode workers are still to fetch is waited for with the blocks.
-        reloading = Reloading(self._life.engine, self._legs.finished)
+        reloading = Reloading(self._life.engine, self._legs.finished, self._life.spawn)
         self._servicer.open(Parts(self._life.engine, self._legs, reloading, self._life.worker_id))
         self._opened = True
         await self._life.open(load=lambda: float(self._legs.running))

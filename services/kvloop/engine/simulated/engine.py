@@ -1,6 +1,7 @@
 """The Engine port over a simulated core."""
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator
 
@@ -176,12 +177,14 @@ class SimulatedEngine:
             if lease_id is not None and self._turns.get(lease_id) is request:
                 del self._turns[lease_id]
 
-    async def settle(self, lease_id: str) -> Hold | None:
+    async def settle(self, lease_id: str, patience_s: float | None = None) -> Hold | None:
         """Return the hold of a cancelled turn once the engine has it, or None when it keeps nothing."""
         core = await self._live()
         request = self._turns.get(lease_id)
         if request is not None:
-            await request.ended.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await request.ended.wait()
         core.reap()
         now = self._clock.monotonic()
         held = core.table.live(lease_id, now)
@@ -215,6 +218,12 @@ class SimulatedEngine:
         released = core.table.release(lease_id)
         core.poke()
         return released
+
+    async def revoke_all(self) -> None:
+        """End every decode turn's hold, known to the services or not; pinned ones are doomed instead."""
+        core = await self._live()
+        core.table.revoke_all()
+        core.poke()
 
     async def extend(self, lease_id: str, ttl_s: float) -> bool:
         """Move a live hold's deadline to ttl_s from now, never earlier; False when there is none."""

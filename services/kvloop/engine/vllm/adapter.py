@@ -48,6 +48,8 @@ class VllmEngine(HoldTable):
         self._defaults: dict[str, Any] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Lock()
+        self._mixed = False
+        """Whether a reload has failed on its way: the weights may be partly old ones."""
 
     @property
     def facts(self) -> EngineFacts:
@@ -107,9 +109,11 @@ class VllmEngine(HoldTable):
             await self._core.stop()
 
     async def check_health(self) -> None:
-        """Raise Failure WORKER_FAILED unless the engine core lives."""
+        """Raise WORKER_FAILED unless the engine core lives, NO_WORKER unless its weights are whole."""
         if self._llm().errored or not all(process.is_alive() for process in self._core.processes):
             raise gone()
+        if self._mixed:
+            raise Failure(Reason.ERROR_REASON_NO_WORKER, "the weights were not loaded whole")
 
     async def counters(self) -> worker_pb2.EngineCounters:
         """Return the engine's own counters since its start."""
@@ -131,14 +135,18 @@ class VllmEngine(HoldTable):
 
         from kvloop.engine.vllm.facts import compatibility
 
-        facts = self.facts
+        facts, llm = self.facts, self._llm()
         try:
-            await self._llm().collective_rpc("reload_weights")
+            await llm.collective_rpc("reload_weights")
+            await self._call(self._client().reloaded(version))
+            settings = self._settings.model_copy(update={"weights_version": version})
+            digest = compatibility(settings, llm.vllm_config, __version__)
         except EngineDeadError:
             raise gone() from None
-        await self._call(self._client().reloaded(version))
-        self._settings = self._settings.model_copy(update={"weights_version": version})
-        digest = compatibility(self._settings, self._llm().vllm_config, __version__)
+        except BaseException:
+            self._mixed = True
+            raise
+        self._settings, self._mixed = settings, False
         self._facts = dataclasses.replace(facts, epoch=secrets.token_hex(8), compatibility=digest)
 
     async def prefill(self, job: PrefillJob) -> PrefillOutcome:
@@ -152,7 +160,8 @@ class VllmEngine(HoldTable):
                 "this engine does not read back; set bidirectional_kv_xfer",
             )
         ids = self._checked(job.prompt, job.sampling)
-        params = sampling.to_vllm(legs.prefill_leg(job.sampling), defaults={}, transfer=transfer.prefill(job))
+        asked = transfer.prefill(job, self._settings.prefill_hold_s)
+        params = sampling.to_vllm(legs.prefill_leg(job.sampling), defaults={}, transfer=asked)
         stream = await self._submit(job, ids, params, job.request_id)
         logprobs: list[turn_pb2.PositionLogprobs] = []
         outcome: PrefillOutcome | None = None

@@ -27,10 +27,11 @@ class HoldTable:
         # Tokens that the services know of a cancelled turn, until it is settled.
         self._known: OrderedDict[str, int] = OrderedDict()
 
-    async def settle(self, lease_id: str) -> Hold | None:
+    async def settle(self, lease_id: str, patience_s: float | None = None) -> Hold | None:
         """Return the hold of a cancelled turn once the engine has it."""
         known = self._known.pop(lease_id, None)
-        info = await self._call(self._client().hold(lease_id, SETTLE_S))
+        wait_s = SETTLE_S if patience_s is None else patience_s
+        info = await self._call(self._client().hold(lease_id, wait_s))
         return None if info is None else outputs.hold(info, at_most=known)
 
     async def begin_read(self, lease_id: str, num_tokens: int, pin_s: float) -> ReadGrant:
@@ -55,6 +56,10 @@ class HoldTable:
     async def release_prefill(self, request_id: str) -> bool:
         """Let go of a prefill outcome that nobody will read."""
         return await self.release(request_id)
+
+    async def revoke_all(self) -> None:
+        """End every decode turn's hold; pinned ones are doomed instead."""
+        await self._call(self._client().revoke_all())
 
     async def extend(self, lease_id: str, ttl_s: float) -> bool:
         """Move a live hold's deadline to ttl_s from now, never earlier."""

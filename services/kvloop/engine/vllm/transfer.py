@@ -17,9 +17,9 @@ _COLD = {
 }
 
 
-def prefill(job: PrefillJob) -> dict[str, Any]:
-    """Return the parameters of a prefill: a read of the granted handle, or none."""
-    turn = {"id": job.request_id, "hold": None, "kind": "prefill"}
+def prefill(job: PrefillJob, hold_s: float) -> dict[str, Any]:
+    """Return the parameters of a prefill, to be held so long: a read of the granted handle, or none."""
+    turn = {"id": job.request_id, "hold": {"ttl_s": hold_s}, "kind": "prefill"}
     handle = _COLD if job.read is None else _handle("read.handle", job.read.handle_json)
     return {**handle, TURN: turn}
 
