@@ -63,7 +63,7 @@ async def test_an_engine_with_mixed_weights_is_not_well(monkeypatch: pytest.Monk
     assert (engine.facts.epoch, engine.facts.compatibility) == ("old", "old")
     with pytest.raises(Failure) as raised:
         await engine.check_health()
-    assert raised.value.reason_name == "WORKER_FAILED"
+    assert raised.value.reason_name == "NO_WORKER"
     setattr(core, broken, False)
     await engine.reload_weights("two")
     await engine.check_health()
