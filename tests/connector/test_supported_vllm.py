@@ -26,7 +26,7 @@ def config(parallel: dict[str, int], speculative: object = None, **extra: object
     }
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            get_from_extra_config=lambda key, default: given.get(key, default),
+            get_from_extra_config=given.get,
             kv_load_failure_policy="fail",
             is_kv_consumer=True,
         ),
