@@ -326,3 +326,37 @@ def test_threads_leave_the_counts_right(table: HoldTable) -> None:
     assert table.held_blocks == 0
     assert len(freed(table)) == 800
     assert table.snapshots() == []
+
+
+def test_what_no_eviction_would_free_is_looked_for_again_when_something_changes_or_soon(
+    table: HoldTable, clock: Clock
+) -> None:
+    asked: list[int] = []
+    busy = 2
+
+    def references(block: int) -> int:
+        asked.append(block)
+        return busy
+
+    def looked(shortage: int = 2) -> bool:
+        before = len(asked)
+        table.make_room(shortage, references)
+        return len(asked) > before
+
+    keep(table, "a", [1, 2])
+    keep(table, "b", [3])
+    assert looked()
+    assert not looked()
+    assert not looked(3)
+    # Less may be had.
+    assert looked(1)
+    keep(table, "c", [4])
+    assert looked()
+    lease, _, _ = table.pin("b", 5.0)
+    table.unpin("b", lease)
+    assert looked()
+    assert not looked()
+    busy = 1
+    clock.now += 0.1
+    assert looked()
+    assert [event for event, _ in table.take_events()] == ["a"]

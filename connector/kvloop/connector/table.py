@@ -24,6 +24,10 @@ from kvloop.connector.hold import Hold, Kind
 _LATE_S = 60.0
 """How long a reader that missed its deadline may still be waiting for its transfer to end."""
 
+_FUTILE_S = 0.05
+"""For how long as many blocks are not looked for again that no eviction would free: a request that waits for
+them asks in every step."""
+
 Reason = Literal["expired", "evicted", "revoked"]
 
 
@@ -70,6 +74,8 @@ class HoldTable:
         self._events: deque[tuple[str, Reason]] = deque(maxlen=65536)
         self._ticks = 0
         self._late_until = float("-inf")
+        self._futile = (0, float("-inf"))
+        """How many blocks were looked for in vain, and until when that stands."""
         self.on_change: Callable[[], None] = lambda: None
         """Called, under the lock, when a hold comes in or leaves unasked."""
 
@@ -115,6 +121,7 @@ class HoldTable:
                     self._end(victim, "evicted")
             self._live[lease_id] = entry
             self._push(entry.deadline, lease_id, None)
+            self._changed()
             self.on_change()
             return entry
 
@@ -128,11 +135,16 @@ class HoldTable:
     ) -> None:
         """Evict decode holds so that so many blocks come free; see kvloop.connector.eviction.for_room."""
         with self._lock:
-            holds = self._evictable()
-            for victim in eviction.for_room(
-                holds, self._shares, shortage, references, spoken_for, or_less=or_less
-            ):
+            least, until = self._futile
+            if not or_less and shortage >= least and self.clock() < until:
+                return
+            victims = eviction.for_room(
+                self._evictable(), self._shares, shortage, references, spoken_for, or_less=or_less
+            )
+            for victim in victims:
                 self._end(victim, "evicted")
+            if not victims and not or_less:
+                self._futile = (shortage, self.clock() + _FUTILE_S)
 
     def evict(self, lease_id: str) -> bool:
         """Evict a certain decode hold; False when there is none or a read is in progress."""
@@ -284,6 +296,10 @@ class HoldTable:
 
     # -- inside, under the lock -----------------------------------------------------------------------
 
+    def _changed(self) -> None:
+        """Have what was looked for in vain be looked for again."""
+        self._futile = (0, float("-inf"))
+
     def _tick(self) -> int:
         self._ticks += 1
         return self._ticks
@@ -328,11 +344,13 @@ class HoldTable:
     def _unpin(self, entry: Hold, read_id: str) -> None:
         del entry.pins[read_id]
         del self._pins[read_id]
+        self._changed()
         if entry.doomed and not entry.pins:
             self._doomed.discard(entry)
             self._drop(entry)
 
     def _drop(self, entry: Hold) -> None:
         entry.gone = True
+        self._changed()
         self._shares.remove(entry)
         self._freeable.append(entry.blocks)
