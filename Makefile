@@ -117,7 +117,7 @@ test-store: setup-fast debian ## The directory on every kind of store, 10,000 ra
 bench-store: setup-fast ## The directory against raw GET and SET; writes out/store.json
 	@$(BIN)/python -m kvloop.bench.store
 
-bench-leases: model ## Leases: BeginRead, idle CPU, memory pressure, on real vLLM, up to 10 minutes; writes out/leases.json
+bench-leases: model ## Leases: BeginRead, idle CPU, memory pressure beside stock vLLM, some 20 minutes; writes out/leases.json
 	@$(BIN)/kvloop bench leases --max-model-len 2048
 
 bench-router: setup-fast ## The router's time, CPU and memory on simulated engines, under 10 minutes; writes out/router.json
