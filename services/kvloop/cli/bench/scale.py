@@ -31,7 +31,8 @@ _LOST = 0.01
 """Share of lost turns beyond which nothing was measured."""
 # A busy machine must not decide what is measured.
 _PATIENT = {"directory_timeout_ms": 2000.0, "info_timeout_s": 30.0}
-_FOUND = {"discover": True, "metrics_listen": "127.0.0.1:0"}
+# Every turn that can goes the longest way: both legs, and a read in between.
+_FOUND = {"discover": True, "metrics_listen": "127.0.0.1:0", "direct": False, "by_cost": False}
 
 
 def make_command() -> Any:
