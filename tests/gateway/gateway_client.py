@@ -56,7 +56,7 @@ def client_of(routers: Recorder, history: Remembering | None = None) -> RouterEn
         renderer=None,
         input_processor=SimpleNamespace(process_inputs=lambda *_inputs: None),
     )
-    settings = SimpleNamespace(model_name="m", client_priority=False, hold_on_cancel=True)
+    settings = SimpleNamespace(model_name="m", client_priority=False, hold_on_cancel=True, hold_unnamed=True)
     metrics = SimpleNamespace(ended=lambda *_told: None, failed=lambda *_told: None)
     kept = history or Remembering()
     return RouterEngineClient(base, routers, settings, kept, metrics)  # type: ignore[arg-type]

@@ -29,6 +29,8 @@ _UNSERVED = {
     "prompt_embeds": "prompt embeddings are not served; send text or token ids",
     "trace_decode_token_ids": "replaying traces is not served",
 }
+# vLLM looks into these before it has checked what they are.
+_OBJECTS = ("structured_outputs", "response_format", "stream_options", "chat_template_kwargs")
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_TRACESTATE = 512
 _REUSE = {
@@ -52,6 +54,9 @@ def check_body(body: Mapping[str, Any], *, max_turns: int = 1) -> None:
     for name, sentence in _UNSERVED.items():
         if body.get(name):
             raise invalid(name, sentence)
+    for name in _OBJECTS:
+        if not isinstance(body.get(name), Mapping | None):
+            raise invalid(name, "must be an object")
     answers, prompts = _answers(body.get("n")), _prompts(body.get("prompt"))
     if answers * prompts > max_turns:
         raise invalid(
