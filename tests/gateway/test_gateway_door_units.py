@@ -71,6 +71,8 @@ def test_names_that_are_no_names_are_refused(value: object) -> None:
         ({"input": [{"role": "user", "content": "x"}, {"id": "x"}]}, "input"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"response_format": "json"}, "response_format"),
         ({"cache_salt": 5}, "cache_salt"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
     ],
