@@ -14,7 +14,7 @@ import grpc
 
 from kvloop.gateway.resolving import addresses
 from kvloop.gateway.router import RETRY_AFTER_S, Metadata, Router, failure_of, may_move
-from kvloop.runtime import endpoints
+from kvloop.runtime import background, endpoints
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import router_service_pb2
@@ -139,9 +139,7 @@ class Routers:
             known = {address: former.get(address) or self._router(address, name) for address in found}
             self._behind[endpoint] = known
             for gone in (router for address, router in former.items() if address not in known):
-                task = asyncio.create_task(gone.leave())
-                self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
+                background.spawn(self._leaving, gone.leave())
 
 
 def _nobody() -> Failure:
