@@ -64,6 +64,8 @@ class Faults:
         missed = []
         for kind in kinds:
             await asyncio.sleep(self._dice.uniform(*gap_s))
+            # A fleet has one of everything to spare, not two.
+            await self.arena.settled()
             try:
                 await self._strike(kind)
             except NobodyBusy:

@@ -26,6 +26,7 @@ from kvloop.v1alpha1 import (
 
 CLOCK = Path(__file__).parent / "clock"
 POLL_S = 0.01
+_LOOK_S = 0.2
 _CHUNK = 64 * 1024
 
 
@@ -130,6 +131,8 @@ class Arena:
         self.folder = folder
         self.proxy = Proxy()
         self._behind, self.proxy.port = free_ports(2)
+        self.ended: list[str] = []
+        """What ended by itself, and how."""
         self.slowed = f"decode-{size.decodes - 1}"
         decodes: list[dict[str, Any]] = [{} for _ in range(size.decodes)]
         decodes[-1] = {"listen": f"127.0.0.1:{self._behind}", "advertise": f"127.0.0.1:{self.proxy.port}"}
@@ -204,7 +207,17 @@ class Arena:
         async with asyncio.timeout(self.size.ready_timeout_s):
             for name in self.fleet.names("router"):
                 while await self._ready(name) < expected:  # noqa: ASYNC110 - of other processes
-                    await asyncio.sleep(POLL_S)
+                    await asyncio.sleep(_LOOK_S)
+
+    async def supervise(self) -> None:
+        """Start again what ended by itself, as whatever runs kvloop would. To be cancelled."""
+        while True:
+            for name in self.fleet.names("prefill", "decode", "router"):
+                part = self.fleet.parts[name]
+                if not part.running and not part.expected_to_end:
+                    self.ended.append(str(part.failure().args[0]).partition(";")[0])
+                    await self.fleet.start(name)
+            await asyncio.sleep(_LOOK_S)
 
     async def _ready(self, router: str) -> float:
         roles = [f'kvloop_router_workers{{role="{role}",state="ready"}}' for role in ("prefill", "decode")]

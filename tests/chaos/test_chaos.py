@@ -61,10 +61,13 @@ async def test_a_rolling_restart_under_load_fails_no_turn(tmp_path: Path) -> Non
 
 def test_a_broken_promise_is_told() -> None:
     kept = dict.fromkeys(("failed", "wrong", "duplicated_tokens", "lost_tokens", "stranded_blocks"), 0)
-    report = {**kept, "turns": 5, "migrations": 1, "faults": [{"kind": "a"}]}
+    report = {**kept, "turns": 5, "migrations": 1, "faults": [{"kind": "a"}], "ended_by_themselves": []}
     assert missed(report, 5, ["a"]) == []
     for name in kept:
         assert missed({**report, name: 1}, 5, ["a"]) == [f"{name} is 1, not 0"]
+    ended = {**report, "ended_by_themselves": ["decode-0 ended with exit code 1"]}
+    assert missed(ended, 5, ["a"]) == ["decode-0 ended with exit code 1"]
+    assert missed(ended, 5, ["a"], engines_may_end=True) == []
     assert missed({**report, "migrations": 0}, 5, ["a"]) == ["no answer migrated"]
     assert missed(report, 6, ["a"]) == ["5 turns were played, not 6"]
     assert missed(report, 5, ["a", "b"]) == ["these faults did not strike: b"]

@@ -92,9 +92,18 @@ class Pair:
         read: ReadGrant | None = None,
         sampling: sampling_pb2.SamplingParams | None = None,
         salt: str = "",
+        *,
+        first_token: bool = False,
     ) -> PrefillOutcome:
         """Prefill on P."""
-        job = PrefillJob(name("p"), tokens.pack(ids), sampling or greedy(), cache_salt=salt, read=read)
+        job = PrefillJob(
+            name("p"),
+            tokens.pack(ids),
+            sampling or greedy(),
+            cache_salt=salt,
+            read=read,
+            first_token=first_token,
+        )
         outcome = await self.p.prefill(job)
         self._prefilled.append(job.request_id)
         return outcome

@@ -51,6 +51,58 @@ async def test_prefill_then_decode_equals_cold(pair: Pair) -> None:
     assert said.ids == (await pair.cold(ids)).ids
 
 
+async def test_nobody_is_told_a_token_that_was_not_asked_for(pair: Pair) -> None:
+    assert (await pair.prefill(words(40, seed=70))).first is None
+
+
+@pytest.mark.parametrize("length", [7, 8 * 16, 200, 8 * 16 + 1], ids=str)
+async def test_prefill_tells_the_first_token_and_decode_goes_on(pair: Pair, length: int) -> None:
+    ids = words(length, seed=71 + length)
+    outcome = await pair.prefill(ids, sampling=greedy(logprobs=1), first_token=True)
+    first = outcome.first
+    assert first is not None
+    assert not first.ends
+    assert [entry.candidates[0].token_id for entry in first.logprobs] == [first.token_id]
+    job = pair.job([*ids, first.token_id], outcome.handle_json, greedy(7), lease=name("lease"))
+    said = await pair.say(job)
+    assert dataclasses.astuple(said.done.sources) == (0, length, 1)
+    assert said.held.num_tokens == length + 7
+    cold = await pair.cold(ids)
+    assert [first.token_id, *said.ids] == cold.ids
+    assert first.text + said.text == cold.text
+    await pair.d.release(said.held.lease_id)
+
+
+async def test_a_first_token_that_ends_the_answer_says_so(pair: Pair) -> None:
+    ids = words(90, seed=75)
+    (token,) = (await pair.cold(ids, greedy(1))).ids
+    stops = greedy(stop_token_ids=[token])
+    outcome = await pair.prefill(ids, sampling=stops, first_token=True)
+    assert outcome.first is not None
+    assert (outcome.first.token_id, outcome.first.ends) == (token, True)
+    said = await pair.say(pair.job(ids, outcome.handle_json, stops))
+    assert (said.ids, said.done.reason) == ([token], turn_pb2.FINISH_REASON_STOP)
+
+
+async def test_a_first_token_may_not_end_an_answer_too_short(pair: Pair) -> None:
+    ids = words(90, seed=75)
+    (token,) = (await pair.cold(ids, greedy(1))).ids
+    outcome = await pair.prefill(ids, sampling=greedy(stop_token_ids=[token], min_tokens=3), first_token=True)
+    assert outcome.first is not None
+    assert not outcome.first.ends
+    assert outcome.first.token_id != token
+
+
+async def test_a_sampled_answer_is_held_to_the_token_that_ended_it(pair: Pair) -> None:
+    ids = words(90, seed=76)
+    sampled = sampling_pb2.SamplingParams(
+        temperature=1.0, max_tokens=8, stop_token_ids=[777], allowed_token_ids=[777]
+    )
+    for _ in range(3):
+        said = await pair.turn(ids, sampled)
+        assert (said.ids, said.done.stop_reason) == ([777], "777")
+
+
 async def test_every_token_comes_once_with_its_logprobs(pair: Pair) -> None:
     ids = words(40, seed=2)
     said = await pair.turn(ids, greedy(20, logprobs=2))

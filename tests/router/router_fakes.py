@@ -96,6 +96,7 @@ class FakePrefill(prefill_service_pb2_grpc.PrefillServiceServicer):
         """Leases that no holder knows."""
         self.on_prefill: Hook | None = None
         """Called (and awaited) ahead of each answer; what it raises is the answer."""
+        self.first: turn_pb2.Chunk | None = None
         self.cancelled = 0
         self.streams = 0
         self._carrier = Carrier(
@@ -133,6 +134,8 @@ class FakePrefill(prefill_service_pb2_grpc.PrefillServiceServicer):
         response = prefill_service_pb2.PrefillResponse(held_ms=30_000)
         handle = {"at": self.host.endpoint, "id": request.request_id}
         response.handle.params_json = json.dumps(handle)
+        if request.first_token and self.first is not None:
+            response.first.CopyFrom(self.first)
         if request.HasField("read_source"):
             read = min(source.num_tokens, length - 1)
             response.reuse.verdict = turn_pb2.VERDICT_READBACK

@@ -48,7 +48,7 @@ class Around:
             "prefilled": prefilled,
             "decoded": decoded,
             "decode_started": 5.0,
-            "first_event_at": 5.05,
+            "decode_first_at": 5.05,
             "prefill_alone": True,
             "decode_alone": True,
         }
@@ -86,7 +86,7 @@ async def test_an_odd_first_direct_turn_does_not_close_the_way() -> None:
     around, book, other, store = Around(), CostBook(SETTINGS), CostBook(SETTINGS), open_store("memory://")
     decoded = decode_service_pb2.DecodeSummary()
     decoded.tokens.d_local, decoded.tokens.computed = 960, 40
-    slow = {"prefilled": None, "decoded": decoded, "first_event_at": 15.0}
+    slow = {"prefilled": None, "decoded": decoded, "decode_first_at": 15.0}
     for number in range(REFIT_EVERY):
         assert around.rates(book).decode == around.rates(book).prefill, number
         await book.share(store.estimates)

@@ -81,12 +81,14 @@ async def test_a_read_that_fails_is_recomputed_by_the_prefill_worker() -> None:
         await lease_free(fleet)
 
 
-async def test_a_handoff_that_fails_starts_the_turn_again() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_handoff_that_fails_starts_the_turn_again(begun: bool) -> None:
     async with sim_fleet() as fleet:
-        client = await fleet.client()
+        client = await fleet.client(await fleet.router(first_token_from_prefill=begun))
         fleet.decodes[0].engine.faults.fail_reads = 1
         answer = await client.say(PROMPT)
-        assert answer.reuse.retried
+        assert answer.summary is not None
+        assert (answer.reuse.retried, answer.summary.migrated) == (not begun, begun)
         assert answer.way == ("RECOMPUTE", "NOT_FOUND")
         assert answer.token_ids == await client.cold(PROMPT)
         assert await client.end()

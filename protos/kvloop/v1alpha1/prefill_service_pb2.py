@@ -29,7 +29,7 @@ from kvloop.v1alpha1 import turn_pb2 as kvloop_dot_v1alpha1_dot_turn__pb2
 from kvloop.v1alpha1 import worker_pb2 as kvloop_dot_v1alpha1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%kvloop/v1alpha1/prefill_service.proto\x12\x0fkvloop.v1alpha1\x1a\x1ckvloop/v1alpha1/attach.proto\x1a\x1bkvloop/v1alpha1/lease.proto\x1a\x1ekvloop/v1alpha1/sampling.proto\x1a\x1akvloop/v1alpha1/turn.proto\x1a\x1ckvloop/v1alpha1/worker.proto\"\xed\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x05model\x18\x02 \x01(\x0b\x32\x19.kvloop.v1alpha1.ModelRef\x12)\n\x05scope\x18\x03 \x01(\x0b\x32\x1a.kvloop.v1alpha1.TurnScope\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.kvloop.v1alpha1.SamplingParams\x12\x30\n\x0bread_source\x18\x06 \x01(\x0b\x32\x1b.kvloop.v1alpha1.ReadSource\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x31\n\x0b\x63old_reason\x18\x08 \x01(\x0e\x32\x1c.kvloop.v1alpha1.ReuseReason\x12\x1c\n\x14report_missing_lease\x18\t \x01(\x08\x42\x0b\n\t_priority\"\xb0\x01\n\x0fPrefillResponse\x12)\n\x06handle\x18\x01 \x01(\x0b\x32\x19.kvloop.v1alpha1.KvHandle\x12%\n\x05reuse\x18\x02 \x01(\x0b\x32\x16.kvloop.v1alpha1.Reuse\x12\x0f\n\x07held_ms\x18\x03 \x01(\r\x12:\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32!.kvloop.v1alpha1.PositionLogprobs\"I\n\x1bPrefillServiceAttachRequest\x12*\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1a.kvloop.v1alpha1.CallFrame\"L\n\x1cPrefillServiceAttachResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.kvloop.v1alpha1.AnswerFrame\"+\n\x15ReleasePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"*\n\x16ReleasePrefillResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"=\n\"PrefillServiceReloadWeightsRequest\x12\x17\n\x0fweights_version\x18\x01 \x01(\t\"4\n#PrefillServiceReloadWeightsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"\x1e\n\x1cPrefillServiceGetInfoRequest\"J\n\x1dPrefillServiceGetInfoResponse\x12)\n\x04info\x18\x01 \x01(\x0b\x32\x1b.kvloop.v1alpha1.WorkerInfo2\x92\x04\n\x0ePrefillService\x12L\n\x07Prefill\x12\x1f.kvloop.v1alpha1.PrefillRequest\x1a .kvloop.v1alpha1.PrefillResponse\x12i\n\x06\x41ttach\x12,.kvloop.v1alpha1.PrefillServiceAttachRequest\x1a-.kvloop.v1alpha1.PrefillServiceAttachResponse(\x01\x30\x01\x12\x61\n\x0eReleasePrefill\x12&.kvloop.v1alpha1.ReleasePrefillRequest\x1a\'.kvloop.v1alpha1.ReleasePrefillResponse\x12z\n\rReloadWeights\x12\x33.kvloop.v1alpha1.PrefillServiceReloadWeightsRequest\x1a\x34.kvloop.v1alpha1.PrefillServiceReloadWeightsResponse\x12h\n\x07GetInfo\x12-.kvloop.v1alpha1.PrefillServiceGetInfoRequest\x1a..kvloop.v1alpha1.PrefillServiceGetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%kvloop/v1alpha1/prefill_service.proto\x12\x0fkvloop.v1alpha1\x1a\x1ckvloop/v1alpha1/attach.proto\x1a\x1bkvloop/v1alpha1/lease.proto\x1a\x1ekvloop/v1alpha1/sampling.proto\x1a\x1akvloop/v1alpha1/turn.proto\x1a\x1ckvloop/v1alpha1/worker.proto\"\x82\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x05model\x18\x02 \x01(\x0b\x32\x19.kvloop.v1alpha1.ModelRef\x12)\n\x05scope\x18\x03 \x01(\x0b\x32\x1a.kvloop.v1alpha1.TurnScope\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.kvloop.v1alpha1.SamplingParams\x12\x30\n\x0bread_source\x18\x06 \x01(\x0b\x32\x1b.kvloop.v1alpha1.ReadSource\x12\x15\n\x08priority\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x31\n\x0b\x63old_reason\x18\x08 \x01(\x0e\x32\x1c.kvloop.v1alpha1.ReuseReason\x12\x1c\n\x14report_missing_lease\x18\t \x01(\x08\x12\x13\n\x0b\x66irst_token\x18\n \x01(\x08\x42\x0b\n\t_priority\"\xd7\x01\n\x0fPrefillResponse\x12)\n\x06handle\x18\x01 \x01(\x0b\x32\x19.kvloop.v1alpha1.KvHandle\x12%\n\x05reuse\x18\x02 \x01(\x0b\x32\x16.kvloop.v1alpha1.Reuse\x12\x0f\n\x07held_ms\x18\x03 \x01(\r\x12:\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32!.kvloop.v1alpha1.PositionLogprobs\x12%\n\x05\x66irst\x18\x05 \x01(\x0b\x32\x16.kvloop.v1alpha1.Chunk\"I\n\x1bPrefillServiceAttachRequest\x12*\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1a.kvloop.v1alpha1.CallFrame\"L\n\x1cPrefillServiceAttachResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.kvloop.v1alpha1.AnswerFrame\"+\n\x15ReleasePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"*\n\x16ReleasePrefillResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\"=\n\"PrefillServiceReloadWeightsRequest\x12\x17\n\x0fweights_version\x18\x01 \x01(\t\"4\n#PrefillServiceReloadWeightsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"\x1e\n\x1cPrefillServiceGetInfoRequest\"J\n\x1dPrefillServiceGetInfoResponse\x12)\n\x04info\x18\x01 \x01(\x0b\x32\x1b.kvloop.v1alpha1.WorkerInfo2\x92\x04\n\x0ePrefillService\x12L\n\x07Prefill\x12\x1f.kvloop.v1alpha1.PrefillRequest\x1a .kvloop.v1alpha1.PrefillResponse\x12i\n\x06\x41ttach\x12,.kvloop.v1alpha1.PrefillServiceAttachRequest\x1a-.kvloop.v1alpha1.PrefillServiceAttachResponse(\x01\x30\x01\x12\x61\n\x0eReleasePrefill\x12&.kvloop.v1alpha1.ReleasePrefillRequest\x1a\'.kvloop.v1alpha1.ReleasePrefillResponse\x12z\n\rReloadWeights\x12\x33.kvloop.v1alpha1.PrefillServiceReloadWeightsRequest\x1a\x34.kvloop.v1alpha1.PrefillServiceReloadWeightsResponse\x12h\n\x07GetInfo\x12-.kvloop.v1alpha1.PrefillServiceGetInfoRequest\x1a..kvloop.v1alpha1.PrefillServiceGetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,25 +37,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvloop.v1alpha1.prefill_ser
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=208
-  _globals['_PREFILLREQUEST']._serialized_end=573
-  _globals['_PREFILLRESPONSE']._serialized_start=576
-  _globals['_PREFILLRESPONSE']._serialized_end=752
-  _globals['_PREFILLSERVICEATTACHREQUEST']._serialized_start=754
-  _globals['_PREFILLSERVICEATTACHREQUEST']._serialized_end=827
-  _globals['_PREFILLSERVICEATTACHRESPONSE']._serialized_start=829
-  _globals['_PREFILLSERVICEATTACHRESPONSE']._serialized_end=905
-  _globals['_RELEASEPREFILLREQUEST']._serialized_start=907
-  _globals['_RELEASEPREFILLREQUEST']._serialized_end=950
-  _globals['_RELEASEPREFILLRESPONSE']._serialized_start=952
-  _globals['_RELEASEPREFILLRESPONSE']._serialized_end=994
-  _globals['_PREFILLSERVICERELOADWEIGHTSREQUEST']._serialized_start=996
-  _globals['_PREFILLSERVICERELOADWEIGHTSREQUEST']._serialized_end=1057
-  _globals['_PREFILLSERVICERELOADWEIGHTSRESPONSE']._serialized_start=1059
-  _globals['_PREFILLSERVICERELOADWEIGHTSRESPONSE']._serialized_end=1111
-  _globals['_PREFILLSERVICEGETINFOREQUEST']._serialized_start=1113
-  _globals['_PREFILLSERVICEGETINFOREQUEST']._serialized_end=1143
-  _globals['_PREFILLSERVICEGETINFORESPONSE']._serialized_start=1145
-  _globals['_PREFILLSERVICEGETINFORESPONSE']._serialized_end=1219
-  _globals['_PREFILLSERVICE']._serialized_start=1222
-  _globals['_PREFILLSERVICE']._serialized_end=1752
+  _globals['_PREFILLREQUEST']._serialized_end=594
+  _globals['_PREFILLRESPONSE']._serialized_start=597
+  _globals['_PREFILLRESPONSE']._serialized_end=812
+  _globals['_PREFILLSERVICEATTACHREQUEST']._serialized_start=814
+  _globals['_PREFILLSERVICEATTACHREQUEST']._serialized_end=887
+  _globals['_PREFILLSERVICEATTACHRESPONSE']._serialized_start=889
+  _globals['_PREFILLSERVICEATTACHRESPONSE']._serialized_end=965
+  _globals['_RELEASEPREFILLREQUEST']._serialized_start=967
+  _globals['_RELEASEPREFILLREQUEST']._serialized_end=1010
+  _globals['_RELEASEPREFILLRESPONSE']._serialized_start=1012
+  _globals['_RELEASEPREFILLRESPONSE']._serialized_end=1054
+  _globals['_PREFILLSERVICERELOADWEIGHTSREQUEST']._serialized_start=1056
+  _globals['_PREFILLSERVICERELOADWEIGHTSREQUEST']._serialized_end=1117
+  _globals['_PREFILLSERVICERELOADWEIGHTSRESPONSE']._serialized_start=1119
+  _globals['_PREFILLSERVICERELOADWEIGHTSRESPONSE']._serialized_end=1171
+  _globals['_PREFILLSERVICEGETINFOREQUEST']._serialized_start=1173
+  _globals['_PREFILLSERVICEGETINFOREQUEST']._serialized_end=1203
+  _globals['_PREFILLSERVICEGETINFORESPONSE']._serialized_start=1205
+  _globals['_PREFILLSERVICEGETINFORESPONSE']._serialized_end=1279
+  _globals['_PREFILLSERVICE']._serialized_start=1282
+  _globals['_PREFILLSERVICE']._serialized_end=1812
 # @@protoc_insertion_point(module_scope)

@@ -38,6 +38,7 @@ class PrefillRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     COLD_REASON_FIELD_NUMBER: _builtins.int
     REPORT_MISSING_LEASE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique per attempt."""
     prompt_token_ids: _builtins.bytes
@@ -50,6 +51,8 @@ class PrefillRequest(_message.Message):
     """Whether a lease that the holder does not know ends the leg with LEASE_NOT_FOUND before anything is
     computed, so that the router can look once more. False: the worker recomputes by itself.
     """
+    first_token: _builtins.bool
+    """Whether the answer's first token is wanted, sampled as the decode leg would sample it."""
     @_builtins.property
     def model(self) -> _turn_pb2.ModelRef:
         """The weights."""
@@ -78,10 +81,11 @@ class PrefillRequest(_message.Message):
         priority: _builtins.int | None = ...,
         cold_reason: _turn_pb2.ReuseReason.ValueType = ...,
         report_missing_lease: _builtins.bool = ...,
+        first_token: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "model", b"model", "priority", b"priority", "read_source", b"read_source", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "cold_reason", b"cold_reason", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "read_source", b"read_source", "report_missing_lease", b"report_missing_lease", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "cold_reason", b"cold_reason", "first_token", b"first_token", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "read_source", b"read_source", "report_missing_lease", b"report_missing_lease", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
@@ -99,6 +103,7 @@ class PrefillResponse(_message.Message):
     REUSE_FIELD_NUMBER: _builtins.int
     HELD_MS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     held_ms: _builtins.int
     """How long the KV is held, in milliseconds from now."""
     @_builtins.property
@@ -113,6 +118,10 @@ class PrefillResponse(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_turn_pb2.PositionLogprobs]:
         """Alternatives per prompt token, when asked for."""
 
+    @_builtins.property
+    def first(self) -> _turn_pb2.Chunk:
+        """The answer's first token, when asked for. With finish_reason: it ends the answer, and is not passed on."""
+
     def __init__(
         self,
         *,
@@ -120,10 +129,11 @@ class PrefillResponse(_message.Message):
         reuse: _turn_pb2.Reuse | None = ...,
         held_ms: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[_turn_pb2.PositionLogprobs] | None = ...,
+        first: _turn_pb2.Chunk | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "reuse", b"reuse"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "handle", b"handle", "reuse", b"reuse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "held_ms", b"held_ms", "prompt_logprobs", b"prompt_logprobs", "reuse", b"reuse"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "handle", b"handle", "held_ms", b"held_ms", "prompt_logprobs", b"prompt_logprobs", "reuse", b"reuse"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

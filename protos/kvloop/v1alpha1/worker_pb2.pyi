@@ -71,6 +71,7 @@ class WorkerInfo(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     ATTACH_FIELD_NUMBER: _builtins.int
+    DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     role: Global___WorkerRole.ValueType
     """The leg served."""
     worker_id: _builtins.str
@@ -99,6 +100,10 @@ class WorkerInfo(_message.Message):
     """Whether the engine's prefix cache is on: without it a decode worker can't go on from what it holds."""
     attach: _builtins.bool
     """Whether the worker's service has Attach."""
+    default_max_tokens: _builtins.int
+    """Tokens of an answer that asks for no max_tokens, by the model's own configuration. 0: as many as
+    max_model_len leaves. Absent: not told.
+    """
     @_builtins.property
     def hold_time(self) -> _duration_pb2.Duration:
         """How long a decode engine holds a turn's blocks; absent for prefill engines."""
@@ -146,12 +151,15 @@ class WorkerInfo(_message.Message):
         counters: Global___EngineCounters | None = ...,
         prefix_caching: _builtins.bool = ...,
         attach: _builtins.bool = ...,
+        default_max_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "hold_time", b"hold_time", "model", b"model", "pool", b"pool"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "counters", b"counters", "default_max_tokens", b"default_max_tokens", "hold_time", b"hold_time", "model", b"model", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attach", b"attach", "bidirectional_kv_xfer", b"bidirectional_kv_xfer", "block_size", b"block_size", "compatibility", b"compatibility", "counters", b"counters", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "hold_time", b"hold_time", "kv_recompute_threshold", b"kv_recompute_threshold", "max_model_len", b"max_model_len", "model", b"model", "pool", b"pool", "prefix_caching", b"prefix_caching", "role", b"role", "side_channel", b"side_channel", "transfer_backends", b"transfer_backends", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "adapters", b"adapters", "attach", b"attach", "bidirectional_kv_xfer", b"bidirectional_kv_xfer", "block_size", b"block_size", "compatibility", b"compatibility", "counters", b"counters", "default_max_tokens", b"default_max_tokens", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "hold_time", b"hold_time", "kv_recompute_threshold", b"kv_recompute_threshold", "max_model_len", b"max_model_len", "model", b"model", "pool", b"pool", "prefix_caching", b"prefix_caching", "role", b"role", "side_channel", b"side_channel", "transfer_backends", b"transfer_backends", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__default_max_tokens: _TypeAlias = _typing.Literal["default_max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__default_max_tokens: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__default_max_tokens) -> _WhichOneofReturnType__default_max_tokens | None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
 

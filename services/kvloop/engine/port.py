@@ -40,6 +40,8 @@ class EngineFacts:
     transfer_backends: tuple[str, ...] = ()
     """What moves KV between engines ("UCX", "LIBFABRIC"); empty when not known."""
     prefix_caching: bool = True
+    default_max_tokens: int = 0
+    """Tokens of an answer that asks for no max_tokens; 0: as many as max_model_len leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,19 @@ class PrefillJob:
     adapter: str = ""
     priority: int = 0
     read: ReadGrant | None = None
+    first_token: bool = False
+    """Whether the answer's first token is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of an answer, sampled where its prompt was computed."""
+
+    token_id: int
+    text: str = ""
+    logprobs: Sequence[turn_pb2.PositionLogprobs] = ()
+    ends: bool = False
+    """Whether the answer ends with it, at EOS or a stop token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +143,8 @@ class PrefillOutcome:
     sources: Sources
     readback: TransferFacts | None = None
     prompt_logprobs: Sequence[turn_pb2.PositionLogprobs] = ()
+    first: FirstToken | None = None
+    """When asked for."""
 
 
 @dataclass(frozen=True, slots=True)

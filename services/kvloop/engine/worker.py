@@ -101,6 +101,7 @@ def worker_info(facts: EngineFacts, role: Role, worker_id: str) -> worker_pb2.Wo
         transfer_backends=facts.transfer_backends,
         prefix_caching=facts.prefix_caching,
         attach=True,
+        default_max_tokens=facts.default_max_tokens,
     )
     if role == "decode" and facts.hold_s:
         info.hold_time.FromNanoseconds(int(facts.hold_s * 1e9))

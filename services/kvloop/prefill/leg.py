@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from kvloop.engine.port import Engine, EngineFacts, PrefillJob, PrefillOutcome
 from kvloop.engine.watching import watch_transfer
 from kvloop.prefill.reading import NotRead, Pin, Reader, missing
-from kvloop.runtime import checks, logs, tracing
+from kvloop.runtime import checks, logs, tokens, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.metrics import Metrics
@@ -109,6 +109,7 @@ class Legs:
             cache_salt=request.scope.cache_salt,
             adapter=request.model.adapter,
             priority=request.priority,
+            first_token=request.first_token,
         )
         try:
             pin = await self._begin(request, time_left_s)
@@ -164,6 +165,12 @@ def _response(done: _Done, prefill_ms: float) -> prefill_service_pb2.PrefillResp
         held_ms=max(0, int(outcome.held_s * 1000)), prompt_logprobs=outcome.prompt_logprobs
     )
     response.handle.params_json = outcome.handle_json
+    if outcome.first is not None:
+        response.first.token_ids = tokens.pack([outcome.first.token_id])
+        response.first.text = outcome.first.text
+        response.first.logprobs.extend(outcome.first.logprobs)
+        if outcome.first.ends:
+            response.first.finish_reason = turn_pb2.FINISH_REASON_STOP
     reuse = response.reuse
     reuse.verdict, reuse.reason, reuse.retried = done.verdict, done.reason, done.retried
     reuse.prefill_ms = prefill_ms

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
+from kvloop.router import beginning
 from kvloop.router import verdict as verdicts
 from kvloop.router.costs import compute_features
 from kvloop.router.legs import CHUNK_TAG, LegFailed, timed_out
@@ -138,7 +139,7 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
     assert turn.pair is not None
     assert turn.pair.prefill is not None
     worker = turn.pair.prefill
-    request = prefill_request(turn)
+    request = prefill_request(turn, first_token=beginning.asks(turn, tools))
     limit = min(turn.time_left_s(), tools.settings.prefill_timeout_s)
     turn.prefill_alone = worker.in_flight == 0
     with _AtWork(worker, _expected_prefill_ms(turn, tools)):
@@ -179,7 +180,7 @@ async def _prefill_call(
         raise timed_out("answer") from None
 
 
-def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
+def prefill_request(turn: Turn, *, first_token: bool) -> prefill_service_pb2.PrefillRequest:
     """Return the first leg's request less the prompt: sampling untouched, and where to read if so decided."""
     decision = turn.decided
     request = prefill_service_pb2.PrefillRequest(
@@ -187,6 +188,7 @@ def prefill_request(turn: Turn) -> prefill_service_pb2.PrefillRequest:
         model=_model(turn),
         scope=turn.scope,
         sampling=turn.leg_sampling,
+        first_token=first_token,
     )
     if turn.request.HasField("priority"):
         request.priority = turn.request.priority
@@ -289,14 +291,8 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     heard_before = turn.heard
     with _AtWork(worker), turn.timed("decode"):
         try:
-            limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
-            try:
-                async with worker.calling(limit, lambda: turn.heard) as scope:
-                    take = _taker(turn, tools, relay, scope)
-                    request = decode_request(turn)
-                    await worker.link.decode(request, turn.leg_prompt, turn.time_left_s(), take)
-            except TimeoutError:
-                raise timed_out("chunk") from None
+            leg = _decode_call(turn, tools, relay, worker)
+            await (beginning.to_first_event(turn, tools, leg) if turn.begun else leg)
             if turn.decoded is None:
                 raise timed_out("summary")
         except LegFailed as failed:
@@ -311,6 +307,16 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     worker.succeeded()
     _note_handoff(turn, tools, failed=False)
     _release_replaced(turn, tools)
+
+
+async def _decode_call(turn: Turn, tools: Tools, relay: Relay, worker: DecodeWorker) -> None:
+    limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
+    try:
+        async with worker.calling(limit, lambda: turn.heard) as scope:
+            take = _taker(turn, tools, relay, scope)
+            await worker.link.decode(decode_request(turn), turn.leg_prompt, turn.time_left_s(), take)
+    except TimeoutError:
+        raise timed_out("chunk") from None
 
 
 def _taker(turn: Turn, tools: Tools, relay: Relay, scope: asyncio.Timeout) -> Callable[[bytes], None]:
@@ -336,8 +342,9 @@ def _note_handoff(turn: Turn, tools: Tools, *, failed: bool) -> None:
 
 def _heard_first(turn: Turn, tools: Tools) -> None:
     turn.first_event()
+    turn.decode_first_at = tools.clock.monotonic()
     if turn.first_event_at is None or not turn.streaming:
-        turn.first_event_at = tools.clock.monotonic()
+        turn.first_event_at = turn.decode_first_at
         turn.timings["first_chunk"] = (turn.first_event_at - turn.started) * 1000
 
 

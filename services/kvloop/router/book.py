@@ -81,7 +81,7 @@ class CostBook:
 
     def learn(self, turn: Turn) -> None:
         """Take the measurements of a turn that went well. Legs that waited behind others are left out."""
-        if turn.decoded is None or turn.pair is None or turn.first_event_at is None:
+        if turn.decoded is None or turn.pair is None or turn.decode_first_at is None:
             return
         self._turns += 1
         if self._turns > EVERY_TURN_UP_TO and self._turns % _LATER_EVERY:
@@ -90,7 +90,7 @@ class CostBook:
         # Also makes the estimators.
         self._rates_now(turn.served, turn.pair.prefill, turn.pair.decode)
         self._rates.clear()
-        first_ms = (turn.first_event_at - turn.decode_started) * 1000
+        first_ms = (turn.decode_first_at - turn.decode_started) * 1000
         if turn.prefilled is None:
             if turn.decode_alone:
                 features = compute_features(turn.decoded.tokens.d_local, turn.prompt_tokens)

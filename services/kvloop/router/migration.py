@@ -135,6 +135,30 @@ def continued(sampling: sampling_pb2.SamplingParams, count: int) -> sampling_pb2
     return rest
 
 
+def only(sampling: sampling_pb2.SamplingParams, token: bytes) -> sampling_pb2.SamplingParams:
+    """Return the sampling of an answer whose one token, packed, is known."""
+    rest = sampling_pb2.SamplingParams()
+    rest.CopyFrom(sampling)
+    rest.ClearField("allowed_token_ids")
+    rest.allowed_token_ids.extend(tokens.unpack(token))
+    return rest
+
+
+def bounded(
+    sampling: sampling_pb2.SamplingParams, default: int | None, left: int
+) -> sampling_pb2.SamplingParams:
+    """Return sampling with the limit that a worker would fill in; unchanged where that is not known.
+
+    default: the model's own, 0 for none. left: tokens that the context leaves.
+    """
+    if default is None or sampling.HasField("max_tokens"):
+        return sampling
+    limited = sampling_pb2.SamplingParams()
+    limited.CopyFrom(sampling)
+    limited.max_tokens = min(left, max(default, sampling.min_tokens)) if default else left
+    return limited
+
+
 def lost(why: str) -> Failure:
     """Return the failure of an answer that nobody can go on with."""
     return Failure(

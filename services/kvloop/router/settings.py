@@ -96,6 +96,8 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Tries of a turn before its first chunk; every try but the first is cold."""
     max_migrations: Annotated[int, Field(ge=0, le=16)] = 4
     """How often an answer that has begun may be taken up by another decode worker."""
+    first_token_from_prefill: bool = True
+    """Whether an answer that could be continued begins with a token of the prefill worker's."""
     worker_wait_s: Annotated[float, Field(ge=0)] = 2.0
     """How long a turn waits for workers to be ready, ahead of its first leg."""
     migration_wait_s: Annotated[float, Field(ge=0)] = 10.0

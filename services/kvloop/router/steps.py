@@ -11,9 +11,10 @@ later, the answer goes on there (migration.py).
 import secrets
 
 from kvloop.router.attempts import decode, go_on, leave, place, prefill
+from kvloop.router.beginning import begin
 from kvloop.router.identity import SCOPE_BYTES, Owner
 from kvloop.router.legs import LegFailed
-from kvloop.router.migration import repeatable
+from kvloop.router.migration import bounded, repeatable
 from kvloop.router.planning import lookup, verdict
 from kvloop.router.recovery import start_again
 from kvloop.router.relay import Relay
@@ -58,6 +59,8 @@ async def _serve(turn: Turn, tools: Tools, relay: Relay) -> None:
                     break
                 continue
             await prefill(turn, tools)
+            if (chunk := begin(turn, tools)) is not None:
+                relay.put(chunk)
             await decode(turn, tools, relay)
             break
         except LegFailed as failed:
@@ -86,7 +89,7 @@ def admit(
 ) -> Turn:
     """Check a request and return its turn. Raises the Failure that names the field."""
     started = tools.clock.monotonic()
-    left = checks.check_deadline(time_left_s)
+    time_left = checks.check_deadline(time_left_s)
     checks.check_request_id(request.request_id, required=False)
     checks.check_conversation_id(request.conversation_id)
     checks.check_conversation_id(request.parent_conversation_id, "parent_conversation_id")
@@ -100,14 +103,15 @@ def admit(
     prompt_tokens = checks.check_prompt(
         prompt, max_model_len=served.max_model_len, vocab_size=served.vocab_size
     )
-    checks.check_lengths(prompt_tokens, request.sampling, served.max_model_len)
+    left = checks.check_lengths(prompt_tokens, request.sampling, served.max_model_len)
+    sampling = bounded(request.sampling, served.default_max_tokens, left)
     owner = Owner(tenant, served.name, served.revision, served.adapter, request.cache_salt)
     # With reuse off nobody would look for a lease, so none is asked for.
     conversation = request.conversation_id if tools.settings.reuse else ""
     turn = Turn(
         request=request,
         tenant=tenant,
-        deadline=started + left,
+        deadline=started + time_left,
         clock=tools.clock,
         request_id=request.request_id or secrets.token_hex(16),
         started=started,
@@ -117,7 +121,7 @@ def admit(
         prompt=prompt,
         prompt_tokens=prompt_tokens,
         prefixes=Prefixes(tools.identities.digest_key(owner), prompt),
-        sampling=repeatable(request.sampling) if tools.settings.max_migrations else request.sampling,
+        sampling=repeatable(sampling) if tools.settings.max_migrations else sampling,
     )
     if not conversation and _is_held(request, tools):
         # Nobody knows this name; the prompt's beginning leads to it.

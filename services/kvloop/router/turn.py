@@ -10,7 +10,7 @@ from kvloop.metastore.port import LeaseDirectory
 from kvloop.router.admission import Admission
 from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
-from kvloop.router.migration import Replay, continued
+from kvloop.router.migration import Replay, continued, only
 from kvloop.router.settings import RouterSettings
 from kvloop.router.verdict import Decision
 from kvloop.router.watching import TurnWatch
@@ -124,6 +124,8 @@ class Turn:
     """Whether the prefill worker had nothing else of this router's when its leg began."""
     decode_alone: bool = False
     decode_started: float = 0.0
+    decode_first_at: float | None = None
+    """When the decode leg's first event came; first_event_at, when the answer's first token did."""
     sent: list[bytes] = field(default_factory=list)
     """Serialized chunks that were passed on; once there is one, the turn can only go on, not start again."""
 
@@ -134,6 +136,10 @@ class Turn:
     migrations: int = 0
     carried: bytes = b""
     """Tokens of the answer that stand in the legs' prompt, packed."""
+    begun: bool = False
+    """Whether the attempt's prefill leg brought a token that was passed on."""
+    ending: bytes = b""
+    """The token, packed, that ended a sampled answer before the decode leg."""
     replay: Replay | None = None
     """What D gives again is compared and left out."""
     origin: turn_pb2.Reuse | None = None
@@ -161,7 +167,8 @@ class Turn:
     @property
     def leg_sampling(self) -> sampling_pb2.SamplingParams:
         """Return the sampling of the attempt's legs."""
-        return continued(self.sampling, tokens.count(self.carried)) if self.carried else self.sampling
+        sampling = continued(self.sampling, tokens.count(self.carried)) if self.carried else self.sampling
+        return only(sampling, self.ending) if self.ending else sampling
 
     @property
     def is_direct(self) -> bool:
@@ -185,6 +192,8 @@ class Turn:
         self.pair = None
         self.prefilled = None
         self.decoded = None
+        self.begun = False
+        self.ending = b""
 
     def timed(self, step: str) -> "_Timed":
         """Return what adds the time spent inside to a step's timing."""

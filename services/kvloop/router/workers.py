@@ -49,6 +49,8 @@ class Served:
     max_model_len: int
     vocab_size: int
     kv_recompute_threshold: int
+    default_max_tokens: int | None = None
+    """Of an answer that asks for none; 0: what max_model_len leaves. None: not known, or not one number."""
 
     def fits(self, info: worker_pb2.WorkerInfo | None) -> bool:
         """Tell whether a worker belongs to the group and serves the adapter."""
@@ -382,6 +384,7 @@ class WorkerPool:
                 max_model_len=min(info.max_model_len for info in members),
                 vocab_size=min(info.vocab_size for info in members),
                 kv_recompute_threshold=max(info.kv_recompute_threshold for info in members),
+                default_max_tokens=_default_max_tokens(members),
             )
             for members in groups.values()
         ]
@@ -417,6 +420,11 @@ class WorkerPool:
         if changed:
             self._served.clear()
             self.changed.set()
+
+
+def _default_max_tokens(members: list[worker_pb2.WorkerInfo]) -> int | None:
+    told = {info.default_max_tokens if info.HasField("default_max_tokens") else None for info in members}
+    return told.pop() if len(told) == 1 else None
 
 
 def _group(info: worker_pb2.WorkerInfo | None) -> tuple[str, str, str] | None:

@@ -78,7 +78,6 @@ class Part:
         if self.running:
             raise RuntimeError(f"{self.name} is running")
         self.ready_path.unlink(missing_ok=True)
-        self.expected_to_end = False
         with self.log_path.open("ab") as log:
             # -I -S: the launcher needs no packages, and starts three times as fast without them.
             launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid())]
@@ -91,6 +90,8 @@ class Part:
                 env=dict(command.environment),
                 start_new_session=True,
             )
+        # Only now: a part that is being started has not ended by itself.
+        self.expected_to_end = False
 
     async def wait_ready(self, timeout_s: float) -> str:
         """Return the endpoint once the part serves.

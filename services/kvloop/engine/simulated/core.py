@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from kvloop.engine.port import Finish, Hold, PrefillOutcome, ReadGrant
+from kvloop.engine.port import Finish, FirstToken, Hold, PrefillOutcome, ReadGrant
 from kvloop.engine.simulated import probabilities
 from kvloop.engine.simulated.answer import Ending
 from kvloop.engine.simulated.clock import ShiftedClock, sleep
@@ -364,6 +364,16 @@ class Core:
             self._generate(request)
 
     def _generate(self, request: Request) -> None:
+        token = self._choose(request)
+        request.append(token)
+        self._generated += 1
+        text, ending = request.answer.add(token)
+        logprobs = self._logprobs(request, token)
+        if ending is not None:
+            self._finish_decode(request, ending)
+        request.out.put(token, text, logprobs)
+
+    def _choose(self, request: Request) -> int:
         fold = request.fold
         if fold is None:
             fold = self.model.fold(request.blocks, request.length, request.root, request.adapter)
@@ -371,17 +381,18 @@ class Core:
         else:
             fold.update(request.ids[-tokens.TOKEN_BYTES :])
         produced = request.length - request.prompt_len
-        token = request.sampling.choose(self.model, fold.copy().digest(), produced)
-        request.append(token)
-        self._generated += 1
-        text, ending = request.answer.add(token)
+        return request.sampling.choose(self.model, fold.copy().digest(), produced)
+
+    def _logprobs(self, request: Request, token: int) -> turn_pb2.PositionLogprobs | None:
         count = request.sampling.logprobs
-        logprobs = None
-        if count is not None:
-            logprobs = probabilities.position(token, count, self.settings.vocab_size)
-        if ending is not None:
-            self._finish_decode(request, ending)
-        request.out.put(token, text, logprobs)
+        return None if count is None else probabilities.position(token, count, self.settings.vocab_size)
+
+    def _first_token(self, request: Request) -> FirstToken:
+        token = self._choose(request)
+        text, ending = request.answer.add(token)
+        logprobs = self._logprobs(request, token)
+        ends = ending is not None and ending.reason == turn_pb2.FINISH_REASON_STOP
+        return FirstToken(token, text, [] if logprobs is None else [logprobs], ends)
 
     def _finish_decode(self, request: Request, ending: Ending) -> None:
         hold = self._keep(request) if request.hold is not None else None
@@ -416,6 +427,7 @@ class Core:
 
     def _finish_prefill(self, request: Request) -> None:
         settings = self.settings
+        first = self._first_token(request) if request.first_token else None
         deadline = self.clock.monotonic() + settings.prefill_hold_s
         handle = describe(
             self._address,
@@ -440,6 +452,7 @@ class Core:
                 sources=request.sources,
                 readback=request.transfer,
                 prompt_logprobs=self._prompt_logprobs(request),
+                first=first,
             )
         )
 

@@ -328,6 +328,7 @@ class SimulatedEngine:
                 )
             except Refused as refused:
                 raise refused.failure() from None
+        first_token = isinstance(job, PrefillJob) and job.first_token
         sampling = Sampling.of(job.sampling, left=left, eos=s.eos_token_id, dice=core.dice)
         return Request(
             request_id=job.request_id,
@@ -345,6 +346,7 @@ class SimulatedEngine:
             answer=Answer(sampling, core.model.lexicon),
             skip_cache=prompt_logprobs is not None,
             prompt_logprobs=prompt_logprobs,
+            first_token=first_token,
             corrupt=corrupt,
         )
 

@@ -98,6 +98,8 @@ class Request:
     skip_cache: bool = False
     """Every prompt position is asked about, so every one is computed."""
     prompt_logprobs: int | None = None
+    first_token: bool = False
+    """Whether a prefill tells the answer's first token."""
     corrupt: bool = False
     blocks: list[Block] = field(default_factory=list)
     computed: int = 0

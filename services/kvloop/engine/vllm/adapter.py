@@ -161,8 +161,15 @@ class VllmEngine(HoldTable):
             )
         ids = self._checked(job.prompt, job.sampling)
         asked = transfer.prefill(job, self._settings.prefill_hold_s)
-        params = sampling.to_vllm(legs.prefill_leg(job.sampling), defaults={}, transfer=asked)
+        params = sampling.to_vllm(
+            legs.prefill_leg(job.sampling, first_token=job.first_token),
+            # What nobody sees is greedy, whatever the model's own configuration says.
+            defaults=self._defaults if job.first_token else {},
+            transfer=asked,
+        )
+        prompt_text = self._prompt_text(ids, params)
         stream = await self._submit(job, ids, params, job.request_id)
+        stream.prime(ids)
         logprobs: list[turn_pb2.PositionLogprobs] = []
         outcome: PrefillOutcome | None = None
         try:
@@ -175,7 +182,7 @@ class VllmEngine(HoldTable):
             reason = output.outputs[0].finish_reason
             if reason == "abort":
                 raise gone()
-            if reason != "length":
+            if reason != "length" and not (reason == "stop" and job.first_token):
                 raise await self._failure(report, job.request_id, read=job.read is not None)
             if not handle:
                 raise Failure(Reason.ERROR_REASON_INTERNAL, "the engine held nothing of a prefill")
@@ -185,6 +192,7 @@ class VllmEngine(HoldTable):
                 sources=outputs.sources(report, len(ids)),
                 readback=outputs.transfer(report["transfer"]) if report else None,
                 prompt_logprobs=tuple(logprobs),
+                first=outputs.first_token(output.outputs[0], prompt_text) if job.first_token else None,
             )
             return outcome
         finally:

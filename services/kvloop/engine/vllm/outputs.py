@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvloop.connector.control import ControlError, HoldInfo, TransferInfo
-from kvloop.engine.port import Hold, Sources, TransferFacts
+from kvloop.engine.port import FirstToken, Hold, Sources, TransferFacts
+from kvloop.engine.vllm.continuing import PromptText
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.v1alpha1 import turn_pb2
 
@@ -70,6 +71,17 @@ def hold(info: HoldInfo, *, at_most: int | None = None) -> Hold:
         remaining_s=info["remaining_s"],
         pins=info["pins"],
         doomed=info["doomed"],
+    )
+
+
+def first_token(completion: Any, prompt_text: PromptText) -> FirstToken:
+    """Return the only token of a prefill that samples as the answer does."""
+    (token,) = completion.token_ids
+    return FirstToken(
+        token_id=token,
+        text=prompt_text.less(completion.text),
+        logprobs=positions(completion.logprobs, [token]),
+        ends=completion.finish_reason == "stop",
     )
 
 
