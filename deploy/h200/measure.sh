@@ -6,11 +6,13 @@
 #   measure.sh sweep SHAPE_FOLDER OUT_FOLDER [options of kvloop bench sweep]
 #   measure.sh hot SHAPE_FOLDER OUT_FOLDER [options]      the same, P with its prefix cache: leg off-hot
 #   measure.sh streams SHAPE_FOLDER OUT_FOLDER            what such turns do to streams that run beside them
+#   measure.sh load SHAPE_FOLDER OUT_FOLDER [options of kvloop bench load]      agents in an open loop, P with its
+#                                              prefix cache, routers as they come: without reuse, then with it
 #   measure.sh smoke,sweep,streams SHAPE_FOLDER OUT_FOLDER [options]      on one fleet, one after another
 #
 # Python with kvloop and vLLM comes first in PATH or PYTHONPATH. SHAPE_FOLDER has a config.json.
 # BLOCK_SIZE, MAX_MODEL_LEN and SECONDS_AT_MOST may be set; TRACE=1 writes every part's traces, too; GPUS=0,0 has
-# P and D share a GPU; MORE_ARGS is JSON of further engine arguments, UP_ARGS further options of kvloop up, PORT the
+# P and D share a GPU; MAX_SEQS; MORE_ARGS is JSON of further engine arguments, UP_ARGS further options of kvloop up, PORT the
 # first router's; DRY=1 has simulated engines, to try the script where no GPU is.
 set -u
 what=$1 shape=$2 out=$3
@@ -34,18 +36,18 @@ export NCCL_NVLS_ENABLE=0 PYTHONUNBUFFERED=1
 python3 "$here/shape.py" "$shape" "$work/model" || exit 1
 vocabulary=$(python3 -c "import json, sys; print(json.load(open(sys.argv[1]))['vocab_size'])" "$shape/config.json")
 cache=false
-[ "$what" = hot ] && cache=true
+[ "$what" = hot ] || [ "$what" = load ] && cache=true
 traced() { [ -n "${TRACE:-}" ] && echo "trace_file: $out/$1.jsonl"; }
 gpus=${GPUS:-0,1}
 { echo "visible_devices: \"${gpus%,*}\""; echo "enable_prefix_caching: $cache"; traced trace-prefill; } >"$work/prefill.yaml"
 { echo "visible_devices: \"${gpus#*,}\""; traced trace-decode; } >"$work/decode.yaml"
 # The legs' ways, whatever is the cheapest here; DIRECT has a router of its own.
-{ printf 'max_attempts: 2\ndirect: false\nby_cost: false\n'; traced trace-router; } >"$work/router.yaml"
+{ echo "max_attempts: 2"; [ "$what" = load ] || printf 'direct: false\nby_cost: false\n'; traced trace-router; } >"$work/router.yaml"
 graphs='{"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 128, 192, 256, 512]}'
 arguments=$(python3 -c 'import json, sys; print(json.dumps({"load_format": "dummy",
   "compilation_config": json.loads(sys.argv[1])} | json.loads(sys.argv[2])))' "$graphs" "${MORE_ARGS:-{\}}") || exit 1
 engine=(--model "$work/model" --served-model-name "$(basename "$shape")" --device cuda --dtype bfloat16
-  --max-num-seqs 16 --extra-engine-args "$arguments")
+  --max-num-seqs "${MAX_SEQS:-16}" --extra-engine-args "$arguments")
 if [ -n "${DRY:-}" ]; then
   engine=(--engine simulated --model qwen3-32b-h200) vocabulary=32000
   sed -i /visible_devices/d "$work/prefill.yaml" "$work/decode.yaml"
@@ -108,6 +110,16 @@ case $step in
   hot)
     timeout -s INT "${SECONDS_AT_MOST:-400}" "${run[@]}" bench sweep \
       --router-hot "$router" --vocabulary "$vocabulary" --legs off-hot --out "$out" "$@"
+    ;;
+  load)
+    # The same sessions of other tokens: neither leg finds the other's in a cache.
+    python3 "$here/watch.py" "$(endpoint prefill-0)" "$(endpoint decode-0)" "$out/pools.jsonl" &
+    watching=$!
+    for leg in off:--no-reuse on:--reuse; do
+      timeout -s INT "${SECONDS_AT_MOST:-150}" "${run[@]}" bench load agentic --router "$router" --name "${leg%:*}" \
+        "${leg#*:}" --vocabulary "$((vocabulary -= 1))" --out "$out/load-${leg%:*}" "$@"
+    done
+    kill "$watching"
     ;;
   streams)
     python3 "$here/streams.py" "$router" "$direct" "$vocabulary" "$out/streams.json"

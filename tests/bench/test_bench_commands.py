@@ -123,6 +123,7 @@ def test_an_interrupted_sweep_keeps_what_was_measured(tmp_path: Path) -> None:
         (("sweep", *SIMULATED, "--lengths", "many"), "--lengths"),
         (("sweep", *SIMULATED, "--legs", "sideways"), "choose from"),
         (("sweep", "--router", "127.0.0.1:1", "--legs", "off-hot"), "nothing here offers it"),
+        (("sweep", "--router-hot", "127.0.0.1:1", "--legs", "off-evicted"), "--filler-tokens"),
         (("compare", "nowhere", "nowhere"), "nowhere"),
         (("load", "--clients", "2", "--rate", "1"), "give one of them"),
         (("load", "nothing"), "no kind of workload"),

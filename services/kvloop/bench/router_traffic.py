@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.mux.caller import Caller, CallFailed
-from kvloop.runtime.tokens import pack
+from kvloop.runtime.tokens import count, pack
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     lease_pb2,
@@ -33,6 +33,9 @@ TIMEOUT_S = 60.0
 _CHUNK_TAG = 0x0A
 _HANDLE_TAG = b"\x32"
 """Field 6 of a DecodeRequest: handle. A PrefillResponse begins with its own, field 1."""
+_PROMPT_TAG = b"\x22"
+"""Field 4 of both legs' requests: prompt_token_ids."""
+_FIRST_TOKEN = prefill_service_pb2.PrefillRequest(first_token=True).SerializeToString()
 
 
 class TurnLost(Exception):
@@ -167,7 +170,7 @@ class _Told:
         self._scopes: dict[str, turn_pb2.TurnScope] = {}
 
     def _requests(self, talk: Talk) -> tuple[bytes, bytes]:
-        """Return what both legs' requests share, and what only the prefill leg's has.
+        """Return what both legs' requests share, less the prompt, and what only the prefill leg's has.
 
         Serialized messages may be joined: the last value of a field counts, sub-messages are merged.
         """
@@ -180,9 +183,7 @@ class _Told:
                 conversation_id=talk.conversation_id,
                 tenant="bench",
             )
-            message = decode_service_pb2.DecodeRequest(
-                scope=scope, prompt_token_ids=talk.prompt, sampling=talk.sampling
-            )
+            message = decode_service_pb2.DecodeRequest(scope=scope, sampling=talk.sampling)
             shared = self._shared[talk.conversation_id] = message.SerializeToString()
         own = decode_service_pb2.DecodeRequest(
             request_id=secrets.token_hex(16), scope=turn_pb2.TurnScope(turn_start_us=time.time_ns() // 1000)
@@ -201,14 +202,15 @@ class _Told:
         return shared + own.SerializeToString(), tail.SerializeToString()
 
     @staticmethod
-    def _finish(talk: Talk, last: bytes) -> None:
+    def _finish(talk: Talk, last: bytes, ahead: int = 0) -> None:
+        """Note what a turn left. ahead: tokens that came before the decode leg's."""
         summary = decode_service_pb2.DecodeResponse.FromString(last).summary
-        _check(summary.output_tokens, talk)
+        _check(ahead + summary.output_tokens, talk)
         talk.lease = summary.lease if summary.HasField("lease") else None
 
 
 class PastRouter(_Told):
-    """P and D called directly."""
+    """P and D called directly; as through the router, P's token is the answer's first one."""
 
     def __init__(self, workers: Workers) -> None:
         super().__init__(workers)
@@ -219,12 +221,20 @@ class PastRouter(_Told):
     async def play(self, talk: Talk) -> Played:
         """See Way."""
         shared, tail = self._requests(talk)
+        request = b"".join((shared, tail, _FIRST_TOKEN, *_prompt(talk.prompt)))
         begun = time.perf_counter()
-        prefilled = await self._prefill(shared + tail, timeout=TIMEOUT_S, wait_for_ready=True)
-        call = self._decode(shared + as_handle(prefilled), timeout=TIMEOUT_S, wait_for_ready=True)
-        first_ms, chunks, last = await _read(call, begun)
-        self._finish(talk, last)
-        return Played(first_ms, chunks)
+        prefilled = await self._prefill(request, timeout=TIMEOUT_S, wait_for_ready=True)
+        first = prefill_service_pb2.PrefillResponse.FromString(prefilled).first.token_ids
+        first_ms, ahead = (time.perf_counter() - begun) * 1000, count(first)
+        rest = decode_service_pb2.DecodeRequest()
+        rest.sampling.max_tokens = talk.output_tokens - ahead
+        request = b"".join(
+            (shared, rest.SerializeToString(), as_handle(prefilled), *_prompt(talk.prompt, first))
+        )
+        call = self._decode(request, timeout=TIMEOUT_S, wait_for_ready=True)
+        later_ms, chunks, last = await _read(call, begun)
+        self._finish(talk, last, ahead)
+        return Played(first_ms if ahead else later_ms, ahead + chunks)
 
     async def close(self) -> None:
         """See Way."""
@@ -244,7 +254,7 @@ class PassedThrough(_Told):
         """See Way."""
         shared, tail = self._requests(talk)
         begun = time.perf_counter()
-        request = len(tail).to_bytes(4, "little") + tail + shared
+        request = b"".join((len(tail).to_bytes(4, "little"), tail, shared, *_prompt(talk.prompt)))
         first_ms, chunks, last = await _read(
             self._generate(request, timeout=TIMEOUT_S, wait_for_ready=True), begun
         )
@@ -254,6 +264,17 @@ class PassedThrough(_Told):
     async def close(self) -> None:
         """See Way."""
         await self._channel.close()
+
+
+def _prompt(*parts: bytes) -> tuple[bytes, ...]:
+    """Return the field of both legs' requests that has the prompt, in pieces."""
+    length = sum(map(len, parts))
+    size = bytearray()
+    while length > 0x7F:
+        size.append(length & 0x7F | 0x80)
+        length >>= 7
+    size.append(length)
+    return (_PROMPT_TAG, bytes(size), *parts)
 
 
 def as_handle(prefilled: bytes) -> bytes:

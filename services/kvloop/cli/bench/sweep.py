@@ -154,6 +154,10 @@ async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, An
 
     if not running_routes(own):
         check_model(engine)
+    elif any(leg.evicted for leg in plan.legs) and not plan.filler_tokens:
+        raise CommandFailed(
+            "--filler-tokens: running routers don't tell the size of P's cache; give its tokens"
+        )
     out: Path = own["out"] or Path("out/sweep")
     settings = {"date": now(), "machine": machine(), "versions": versions()}
     complete = False
