@@ -32,7 +32,12 @@ async def test_killed_mid_read(case: Case, history: list[int], suffix: list[int]
             if part != doomed:
                 await reader.stall(None)
         two = await turn
-    case.expect(two, "RECOMPUTE", "READ_FAILED", 0)
+    if two.summary.migrated:
+        # The read was over by then, and P has told the first token before D was missed.
+        case.expect(two, "READBACK", "PROVEN")
+    else:
+        case.expect(two, "RECOMPUTE", "READ_FAILED", 0)
+    assert two.summary.migrated or two.summary.reuse.retried
     assert two.summary.decode_worker != doomed
     assert two.summary.prefill_worker != doomed
     await stack.fleet.start(doomed)

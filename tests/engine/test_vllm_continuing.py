@@ -110,3 +110,9 @@ def test_repetition_penalty_counts_the_prompt_like_the_answer() -> None:
     assert not torch.equal(whole, logits)
     for cut in range(len(answer) + 1):
         assert torch.equal(whole, penalized(prompt + answer[:cut], answer[cut:]))
+
+
+def test_only_a_detokenizer_that_knows_the_prompt_may_tell_half_an_answer(tokenizer: Any) -> None:
+    assert priming.is_exact(tokenizer)
+    assert not priming.is_exact(object())
+    assert not priming.is_exact(None)

@@ -4,10 +4,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from router_fakes import collect, fake_fleet, make_request, until
+from router_fakes import FakeFleet, collect, fake_fleet, make_request, until
 from router_sim import ask, ids, sim_fleet
 
+from kvloop.router import beginning
+from kvloop.router.app import RouterApp
 from kvloop.runtime import tokens
+from kvloop.runtime.errors import Failure, Reason
 from kvloop.v1alpha1 import sampling_pb2, turn_pb2
 
 LONG = list(range(100))
@@ -44,27 +47,92 @@ async def test_the_client_has_it_before_the_decode_worker_has_said_anything() ->
         assert not rest.summary.migrated
 
 
-async def test_a_client_that_leaves_with_it_leaves_the_handover_to_end() -> None:
-    async with fake_fleet() as fleet:
+class Leaving:
+    """A client that leaves with the first token, while D has said nothing."""
+
+    def __init__(self, fleet: FakeFleet) -> None:
         fleet.prefills[0].first = FIRST
-        decode, client = fleet.decodes[0], await fleet.client()
-        asked, may_go_on = asyncio.Event(), asyncio.Event()
+        self.fleet, self.decode = fleet, fleet.decodes[0]
+        self.may_go_on = asyncio.Event()
+        self.fails: Failure | None = None
+
+    async def leave(self, app: RouterApp, *, keep: bool = True) -> None:
+        asked = asyncio.Event()
 
         async def wait(number: int) -> None:
             asked.set()
-            await may_go_on.wait()
+            await self.may_go_on.wait()
+            if self.fails is not None:
+                raise self.fails
 
-        decode.on_chunk = wait
-        call = client.generate(make_request(LONG))
+        self.decode.on_chunk = wait
+        retention = turn_pb2.Retention(hold_on_cancel=keep)
+        client = await self.fleet.client(app)
+        call = client.generate(make_request(LONG, retention=retention))
         await anext(aiter(call))
         await asked.wait()
         call.cancel()
+        await until(lambda: not app.turns, "the turn's end")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_a_turn_that_is_cancelled_with_it_is_handed_over_first(keep: bool) -> None:
+    async with fake_fleet() as fleet:
+        app, leaving = await fleet.router(), Leaving(fleet)
+        await leaving.leave(app, keep=keep)
+        [worker] = app.pool.decode
+        assert (worker.places, worker.in_flight, leaving.decode.cancelled) == (1, 1, 0)
         assert fleet.prefills[0].held
-        assert not decode.cancelled
-        decode.on_chunk = None
-        may_go_on.set()
+        leaving.may_go_on.set()
         await until(lambda: not fleet.prefills[0].held, "the hand-over")
-        await until(lambda: bool(decode.cancelled or decode.finished), "the decode leg's end")
+        await until(lambda: (worker.places, worker.in_flight) == (0, 0), "the decode leg's end")
+        await until(lambda: bool(leaving.decode.cancelled or leaving.decode.finished), "D to hear of it")
+
+
+async def test_a_handover_that_nobody_waits_for_fails_as_any_other() -> None:
+    async with fake_fleet() as fleet:
+        app, leaving = await fleet.router(), Leaving(fleet)
+        await leaving.leave(app)
+        leaving.fails = Failure(Reason.ERROR_REASON_DRAINING, "D drains")
+        leaving.may_go_on.set()
+        await until(lambda: not fleet.prefills[0].held, "P's blocks to be let go of")
+        assert not app.pool.decode[0].ready
+
+
+async def test_a_handover_that_nobody_waits_for_does_not_take_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(beginning, "_LONGEST_S", 0.1)
+    async with fake_fleet() as fleet:
+        app, leaving = await fleet.router(), Leaving(fleet)
+        await leaving.leave(app)
+        await until(lambda: leaving.decode.cancelled == 1, "the cancellation")
+        await until(lambda: not app.pool.decode[0].places, "the place")
+
+
+async def test_a_hand_over_that_failed_is_not_begun_again() -> None:
+    async with sim_fleet(prefills=2, decodes=2) as fleet:
+        client = await fleet.client()
+        for node in fleet.decodes:
+            node.engine.faults.fail_decodes = 1
+        answer = await client.say(PROMPT)
+        assert answer.summary is not None
+        assert answer.summary.migrated
+        # One of P's, and the rest of D's.
+        assert answer.token_ids == await client.cold(PROMPT)
+        assert await client.end()
+        await fleet.whole()
+
+
+async def test_workers_that_do_not_agree_on_a_limit_are_left_to_theirs() -> None:
+    async with fake_fleet(decodes=2) as fleet:
+        fleet.prefills[0].first = FIRST
+        fleet.prefills[0].info.default_max_tokens = fleet.decodes[0].info.default_max_tokens = 7
+        client = await fleet.client()
+        await client.say(LONG, sampling=sampling_pb2.SamplingParams(temperature=0.0))
+        [first] = fleet.prefills[0].requests
+        assert not first.first_token
+        assert not first.sampling.HasField("max_tokens")
 
 
 @pytest.mark.parametrize(
@@ -76,9 +144,10 @@ async def test_a_client_that_leaves_with_it_leaves_the_handover_to_end() -> None
         {"stop": ["x"]},
         {"presence_penalty": 0.5},
         {"prompt_logprobs": 1},
+        {"temperature": 1.0, "logprobs": 1},
         {"structured_outputs": sampling_pb2.StructuredOutputs(regex=".*")},
     ],
-    ids=lambda fields: f"{next(iter(fields))}",
+    ids=",".join,
 )
 async def test_what_could_not_be_continued_does_not_begin_there(fields: dict[str, Any]) -> None:
     async with fake_fleet() as fleet:

@@ -86,7 +86,9 @@ class EngineSettings(BaseModel):
     """GPUs for this engine, as in CUDA_VISIBLE_DEVICES. Workers that share a host need their own."""
     enable_prefix_caching: bool = True
     enforce_eager: bool | None = None
-    seed: int = 0
+    seed: int | None = None
+    """Of what is sampled without a seed of the request's own. None: another one in each process, as it should
+    be where one answer comes from several engines. For the simulated engine it names the weights."""
     decoder_kv_blocks_ttl: float = Field(480.0, gt=READ_MARGIN_S)
     """Seconds for which a decode engine holds a turn's blocks."""
     kv_recompute_threshold: int = Field(64, ge=0)

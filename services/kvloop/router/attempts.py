@@ -16,7 +16,7 @@ from kvloop.router.legs import CHUNK_TAG, LegFailed, timed_out
 from kvloop.router.migration import Replay, lost
 from kvloop.router.planning import look_again, verdict
 from kvloop.router.relay import Relay
-from kvloop.router.turn import Tools, Turn
+from kvloop.router.turn import Tools, Turn, leave
 from kvloop.router.verdict import Verdict, Why
 from kvloop.router.worker import AnyWorker, DecodeWorker, PrefillWorker
 from kvloop.router.workers import Pair
@@ -111,15 +111,6 @@ def _take_places(turn: Turn) -> None:
         if worker is not None:
             worker.places += 1
             turn.places.append(worker)
-
-
-def leave(turn: Turn, tools: Tools, *workers: AnyWorker) -> None:
-    """Give back the places at some workers, or at all."""
-    for worker in workers or tuple(turn.places):
-        if worker in turn.places:
-            turn.places.remove(worker)
-            worker.places -= 1
-            tools.admission.freed()
 
 
 async def prefill(turn: Turn, tools: Tools) -> None:
@@ -285,14 +276,18 @@ def _expected_prefill_ms(turn: Turn, tools: Tools) -> float:
 
 async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     """Pass D's answer on to the relay, to its end. Raises LegFailed."""
+    leg = _decode(turn, tools, relay)
+    await (beginning.to_first_event(turn, tools, leg) if turn.begun else leg)
+
+
+async def _decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     assert turn.pair is not None
     worker = turn.pair.decode
     turn.decode_alone, turn.decode_started = worker.in_flight == 0, tools.clock.monotonic()
     heard_before = turn.heard
     with _AtWork(worker), turn.timed("decode"):
         try:
-            leg = _decode_call(turn, tools, relay, worker)
-            await (beginning.to_first_event(turn, tools, leg) if turn.begun else leg)
+            await _decode_call(turn, tools, relay, worker)
             if turn.decoded is None:
                 raise timed_out("summary")
         except LegFailed as failed:

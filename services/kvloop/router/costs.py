@@ -1,4 +1,4 @@
-"""What each way to a turn's first token costs, in milliseconds: pure functions of measured rates.
+"""What each way to D's first token of a turn costs, in milliseconds: pure functions of measured rates.
 
     RECOMPUTE  wait for P + compute the prompt             + hand it over + first step
     READBACK   wait for P + read + compute the new suffix  + hand it over + first step
@@ -7,6 +7,9 @@
 Every term is linear in a few features, so that one estimator learns them all (learning.py): computing
 positions [start, end) costs base + per token + per (end^2 - start^2), the latter for attention; moving KV
 costs base + per byte + per descriptor. A D that holds the conversation is handed the suffix only.
+
+P may have told the answer's first token before the hand-over (beginning.py). It is D's first one that is
+weighed: from there on the answer flows, and until then the turn is work for both.
 """
 
 from dataclasses import dataclass
@@ -66,7 +69,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Expected milliseconds to the first token."""
+    """Expected milliseconds to D's first token."""
 
     direct: float
     readback: float

@@ -10,7 +10,7 @@ later, the answer goes on there (migration.py).
 
 import secrets
 
-from kvloop.router.attempts import decode, go_on, leave, place, prefill
+from kvloop.router.attempts import decode, go_on, place, prefill
 from kvloop.router.beginning import begin
 from kvloop.router.identity import SCOPE_BYTES, Owner
 from kvloop.router.legs import LegFailed
@@ -18,7 +18,7 @@ from kvloop.router.migration import bounded, repeatable
 from kvloop.router.planning import lookup, verdict
 from kvloop.router.recovery import start_again
 from kvloop.router.relay import Relay
-from kvloop.router.turn import Tools, Turn
+from kvloop.router.turn import Tools, Turn, leave
 from kvloop.router.verdict import Verdict, Why
 from kvloop.runtime import checks, logs, tokens
 from kvloop.runtime.digests import Prefixes

@@ -200,6 +200,15 @@ class Turn:
         return _Timed(self, step)
 
 
+def leave(turn: Turn, tools: Tools, *workers: AnyWorker) -> None:
+    """Give back the places at some workers, or at all."""
+    for worker in workers or tuple(turn.places):
+        if worker in turn.places:
+            turn.places.remove(worker)
+            worker.places -= 1
+            tools.admission.freed()
+
+
 class _Timed:
     """A context manager of its own: every step of every turn passes through it."""
 

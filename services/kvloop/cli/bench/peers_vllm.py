@@ -171,7 +171,7 @@ def serve_arguments(settings: EngineSettings, role: str, port: int, *, prefix_ca
         },
     }
     arguments = [settings.model_path, "--served-model-name", MODEL, "--host", "127.0.0.1"]
-    arguments += ["--port", str(port), "--seed", str(settings.seed), "--disable-uvicorn-access-log"]
+    arguments += ["--port", str(port), "--seed", str(settings.seed or 0), "--disable-uvicorn-access-log"]
     arguments.append("--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching")
     if settings.enforce_eager:
         arguments.append("--enforce-eager")

@@ -74,7 +74,7 @@ def arguments(settings: EngineSettings, role: Role, port: int, blocks: int | Non
         "model": settings.model_path,
         "served-model-name": _MODEL,
         "dtype": settings.dtype,
-        "seed": settings.seed,
+        "seed": settings.seed or 0,
         "max-model-len": settings.max_model_len,
         "block-size": settings.block_size,
         "max-num-seqs": settings.max_num_seqs,

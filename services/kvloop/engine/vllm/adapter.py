@@ -20,6 +20,7 @@ from kvloop.engine.port import (
     EngineFacts,
     EngineLoad,
     Finish,
+    FirstToken,
     PrefillJob,
     PrefillOutcome,
 )
@@ -161,10 +162,11 @@ class VllmEngine(HoldTable):
             )
         ids = self._checked(job.prompt, job.sampling)
         asked = transfer.prefill(job, self._settings.prefill_hold_s)
+        tells = job.first_token and self._tells_text(job.sampling)
         params = sampling.to_vllm(
-            legs.prefill_leg(job.sampling, first_token=job.first_token),
+            legs.prefill_leg(job.sampling, first_token=tells),
             # What nobody sees is greedy, whatever the model's own configuration says.
-            defaults=self._defaults if job.first_token else {},
+            defaults=self._defaults if tells else {},
             transfer=asked,
         )
         prompt_text = self._prompt_text(ids, params)
@@ -182,7 +184,7 @@ class VllmEngine(HoldTable):
             reason = output.outputs[0].finish_reason
             if reason == "abort":
                 raise gone()
-            if reason != "length" and not (reason == "stop" and job.first_token):
+            if reason != "length" and not (reason == "stop" and tells):
                 raise await self._failure(report, job.request_id, read=job.read is not None)
             if not handle:
                 raise Failure(Reason.ERROR_REASON_INTERNAL, "the engine held nothing of a prefill")
@@ -192,7 +194,7 @@ class VllmEngine(HoldTable):
                 sources=outputs.sources(report, len(ids)),
                 readback=outputs.transfer(report["transfer"]) if report else None,
                 prompt_logprobs=tuple(logprobs),
-                first=outputs.first_token(output.outputs[0], prompt_text) if job.first_token else None,
+                first=self._first_token(output.outputs[0], prompt_text, params) if tells else None,
             )
             return outcome
         finally:
@@ -333,6 +335,21 @@ class VllmEngine(HoldTable):
             return str(tokenizer.decode(list(part), skip_special_tokens=params.skip_special_tokens))
 
         return PromptText(ids, decode)
+
+    def _tells_text(self, asked: sampling_pb2.SamplingParams) -> bool:
+        """Tell whether an answer's text can be told by two engines, one after the other."""
+        from kvloop.engine.vllm import priming
+
+        tokenizer = self._llm().tokenizer
+        silent = asked.HasField("detokenize") and not asked.detokenize
+        return tokenizer is None or silent or priming.is_exact(tokenizer)
+
+    def _first_token(self, completion: Any, prompt_text: PromptText, params: Any) -> FirstToken | None:
+        first = outputs.first_token(completion, prompt_text)
+        has_text = params.detokenize and self._llm().tokenizer is not None
+        # Half a character: greedy, the decode leg begins with it again and tells both halves.
+        half = has_text and not first.text and not first.ends
+        return None if half and params.temperature == 0 else first
 
     def _reasoning(self, sampling: sampling_pb2.SamplingParams) -> dict[str, Any]:
         from kvloop.engine.vllm import grammar

@@ -1,5 +1,6 @@
 """From resolved settings to vLLM's engine arguments."""
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from kvloop.engine.settings import EngineSettings, Role
 
+_SEED_BITS = 31
 HASH_ALGORITHM = "sha256"
 """Of pickled tokens: 2 ms less per 24k tokens and leg than sha256_cbor, and equal between engines that agree
 in what `facts.compatibility` compares, Python's version among it."""
@@ -23,7 +25,7 @@ def engine_arguments(settings: EngineSettings, role: Role, control_path: Path) -
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "prefix_caching_hash_algo": HASH_ALGORITHM,
-        "seed": settings.seed,
+        "seed": secrets.randbits(_SEED_BITS) if settings.seed is None else settings.seed,
         # One backend for an engine's life: with "auto" the first request would choose it for all.
         "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
         # Equal to first come, first served while no request asks for another priority.

@@ -14,6 +14,14 @@ _LONGEST = 24
 _UNFINISHED = "\ufffd"
 
 
+def is_exact(tokenizer: Any) -> bool:
+    """Tell whether text is streamed by a detokenizer that knows half a character at the prompt's end."""
+    from vllm.v1.engine import detokenizer
+
+    kinds = (getattr(detokenizer, name, None) for name in ("TokenizersBackend", "PreTrainedTokenizerFast"))
+    return isinstance(tokenizer, tuple(kind for kind in kinds if kind is not None))
+
+
 def enough(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int] | None:
     """Return the prompt's end by which an answer's text is told; None when only the whole prompt will do.
 
