@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from google.protobuf.json_format import MessageToDict
 
@@ -21,27 +21,33 @@ from kvloop.v1alpha1 import (
 )
 
 EVERY_S = 1.0
+LATE_S = 30.0
 
 
-async def main(prefill: str, decode: str, out: str) -> None:
+async def watch(prefill: str, decode: str, file: TextIO) -> None:
     """Write a line per look."""
     async with open_channel(prefill) as at_prefill, open_channel(decode) as at_decode:
         p: Any = prefill_service_pb2_grpc.PrefillServiceStub(at_prefill)
         d: Any = decode_service_pb2_grpc.DecodeServiceStub(at_decode)
-        with Path(out).open("w", encoding="utf-8") as file:
-            while True:
-                facts = {
-                    "prefill": await p.GetInfo(prefill_service_pb2.PrefillServiceGetInfoRequest(), timeout=30),
-                    "decode": await d.GetInfo(decode_service_pb2.DecodeServiceGetInfoRequest(), timeout=30),
-                }
-                line: dict[str, Any] = {"time": time.time()}
-                for role, answer in facts.items():
-                    told = MessageToDict(answer.info, preserving_proto_field_name=True)
-                    line[role] = {name: told.get(name) for name in ("pool", "counters")}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                await asyncio.sleep(EVERY_S)
+        while True:
+            facts = {
+                "prefill": await p.GetInfo(prefill_service_pb2.PrefillServiceGetInfoRequest(), timeout=LATE_S),
+                "decode": await d.GetInfo(decode_service_pb2.DecodeServiceGetInfoRequest(), timeout=LATE_S),
+            }
+            line: dict[str, Any] = {"time": time.time()}
+            for role, answer in facts.items():
+                told = MessageToDict(answer.info, preserving_proto_field_name=True)
+                line[role] = {name: told.get(name) for name in ("pool", "counters")}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            await asyncio.sleep(EVERY_S)
+
+
+def main(prefill: str, decode: str, out: str) -> None:
+    """Watch until ended."""
+    with Path(out).open("w", encoding="utf-8") as file:
+        asyncio.run(watch(prefill, decode, file))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    main(*sys.argv[1:])
