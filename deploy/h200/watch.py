@@ -29,10 +29,12 @@ async def watch(prefill: str, decode: str, file: TextIO) -> None:
     async with open_channel(prefill) as at_prefill, open_channel(decode) as at_decode:
         p: Any = prefill_service_pb2_grpc.PrefillServiceStub(at_prefill)
         d: Any = decode_service_pb2_grpc.DecodeServiceStub(at_decode)
+        ask_p = prefill_service_pb2.PrefillServiceGetInfoRequest()
+        ask_d = decode_service_pb2.DecodeServiceGetInfoRequest()
         while True:
             facts = {
-                "prefill": await p.GetInfo(prefill_service_pb2.PrefillServiceGetInfoRequest(), timeout=LATE_S),
-                "decode": await d.GetInfo(decode_service_pb2.DecodeServiceGetInfoRequest(), timeout=LATE_S),
+                "prefill": await p.GetInfo(ask_p, timeout=LATE_S),
+                "decode": await d.GetInfo(ask_d, timeout=LATE_S),
             }
             line: dict[str, Any] = {"time": time.time()}
             for role, answer in facts.items():
