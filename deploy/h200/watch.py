@@ -1,6 +1,6 @@
 """Block pools and counters of a P and a D, once a second, until ended.
 
-    python watch.py PREFILL DECODE OUT.jsonl
+python watch.py PREFILL DECODE OUT.jsonl
 """
 
 import asyncio
