@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from router_fakes import Answer
-from router_sim import SimClient, SimFleet, ids, sim_fleet
+from router_sim import SimClient, SimFleet, ids, sim_fleet, until_async
 
 from kvloop.router import canary
 from kvloop.router.app import RouterApp
@@ -81,10 +81,18 @@ async def test_off_unless_asked_for_and_no_more_often_than_asked() -> None:
         assert await results(app) == {}
         seldom = await fleet.router(canary_per_minute=1.0)
         client = await fleet.client(seldom)
-        for conversation in ("a", "b", "c"):
-            first = await client.say(ids(100), conversation)
-            await client.say([*ids(100), *first.token_ids, *ids(20, seed=1)], conversation)
-            await seldom.canary.settle()
+
+        async def counted() -> bool:
+            return bool(await results(seldom))
+
+        for number, conversation in enumerate("abc"):
+            # Nothing that is held begins like it: the first turn is not repeated.
+            prompt = ids(100, seed=10 + number)
+            first = await client.say(prompt, conversation)
+            await client.say([*prompt, *first.token_ids, *ids(20, seed=1)], conversation)
+            # A repeat begins after its turn's end has gone out; the next turn would have it give way.
+            await until_async(counted, "the repeat")
+        await seldom.canary.settle()
         assert await results(seldom) == {"match": 1}
 
 
