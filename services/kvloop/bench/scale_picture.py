@@ -54,8 +54,8 @@ def draw(file: Path, record: Mapping[str, Any]) -> None:
         load = " to ".join(map(str, record["load_average"]))
         sheet.suptitle(
             f"kvloop: what grows with workers, conversations and routers ({record['when']}, "
-            f"{record['machine']}, load {load})\nmultiples of the leftmost point, whose own value is below the"
-            f" panel; up to the dotted line ({BEGINS_TO_GROW}) counts as flat",
+            f"{record['machine']}, load {load})\nmultiples of the leftmost point, whose own value is below"
+            f" the panel; up to the dotted line ({BEGINS_TO_GROW}) counts as flat",
             x=0.01,
             ha="left",
             fontsize=10,
