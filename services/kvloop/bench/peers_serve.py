@@ -75,8 +75,12 @@ def name_package() -> None:
     try:
         find("vllm")
     except metadata.PackageNotFoundError:
-        version = importlib.import_module("vllm").__version__
-        metadata.version = lambda name: version if name == "vllm" else find(name)
+        known: str = importlib.import_module("vllm").__version__
+
+        def version(distribution_name: str) -> str:
+            return known if distribution_name == "vllm" else find(distribution_name)
+
+        metadata.version = version
 
 
 def main() -> None:
