@@ -54,6 +54,8 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.sessions: list[Session] = []
         self.refusals: list[Failure] = []
         """What sessions that are opened next fail with."""
+        self.broken_streams = 0
+        """How many attached streams break next, as one looks whose end crosses with a write."""
         self.let_go: list[router_service_pb2.EndConversationRequest] = []
         self._lock = threading.Lock()
         self.health = health.HealthServicer()
@@ -77,7 +79,14 @@ class FakeRouter(router_service_pb2_grpc.RouterServiceServicer):
         self.sessions.clear()
         self.refusals.clear()
         self.let_go.clear()
+        self.broken_streams = 0
         self.set_ready(True)
+
+    def Attach(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
+        if self.broken_streams:
+            self.broken_streams -= 1
+            context.abort(grpc.StatusCode.INTERNAL, "Internal error from Core")
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
 
     def Generate(self, request: Request, context: grpc.ServicerContext) -> Iterator[Response]:  # noqa: N802
         metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}

@@ -70,6 +70,16 @@ async def test_a_router_that_drains_is_stepped_over(
     assert [len(router.turns) for router in pair] == [1, 1]
 
 
+async def test_a_router_without_streams_is_called_however_its_refusal_looks(
+    routers: Routers, pair: tuple[FakeRouter, FakeRouter]
+) -> None:
+    for router in pair:
+        router.broken_streams = 1
+    assert [await turn(routers) for _ in range(4)] == ["Hello there."] * 4
+    assert [len(router.turns) for router in pair] == [2, 2]
+    assert [router.broken_streams for router in pair] == [0, 0]
+
+
 async def test_other_failures_are_told(routers: Routers, pair: tuple[FakeRouter, FakeRouter]) -> None:
     pair[0].scripts.append(fail(Failure(Reason.ERROR_REASON_OVERLOADED, "too many", retry_after_s=2)))
     with pytest.raises(Failure) as caught:

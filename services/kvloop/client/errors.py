@@ -2,7 +2,7 @@
 
 import grpc
 
-from kvloop.runtime.errors import Reason, from_rpc_error
+from kvloop.runtime.errors import Reason, code_of, from_rpc_error
 
 
 class CallFailed(Exception):
@@ -35,9 +35,10 @@ def failed(error: grpc.aio.AioRpcError, target: str) -> CallFailed:
     """Return what a status says."""
     failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
     named = failure.reason != Reason.ERROR_REASON_UNSPECIFIED
+    code = code_of(error) or grpc.StatusCode.UNKNOWN
     return CallFailed(
-        error.code(),
-        failure.message if named else f"answered {error.code().name}",
+        code,
+        failure.message if named else f"answered {code.name}",
         target=target,
         reason=failure.reason_name if named else "",
         field=failure.field,

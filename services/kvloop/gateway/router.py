@@ -10,7 +10,7 @@ import grpc
 from google.rpc import code_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvloop.runtime.errors import Failure, Reason, from_rpc_error, from_status, unexplained
+from kvloop.runtime.errors import Failure, Reason, code_of, from_rpc_error, from_status, unexplained
 from kvloop.runtime.mux.caller import Caller, CallFailed
 from kvloop.runtime.security import Security
 from kvloop.v1alpha1 import router_service_pb2, router_service_pb2_grpc
@@ -48,8 +48,8 @@ class Router:
             Caller(self.stub.Attach, router_service_pb2.RouterServiceAttachRequest, _carried_failure)
             for _ in range(streams)
         )
-        self._attach = True
-        """Whether it has the stream, as far as is known."""
+        self._attach: bool | None = None
+        """Whether it has the stream; None while nothing has come over one."""
         self._turns = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -61,14 +61,19 @@ class Router:
         self._turns += 1
         self._idle.clear()
         try:
-            if self._attach:
+            if self._attach is not False:
                 try:
                     async with aclosing(self._carried(request, timeout_s, metadata)) as answers:
                         async for raw in answers:
+                            self._attach = True
                             yield router_service_pb2.GenerateResponse.FromString(raw)
                     return
                 except _NoSuchStream:
                     self._attach = False
+                except Failure as failure:
+                    # Where there is no such stream, it may also look as if it had broken.
+                    if self._attach or not may_move(failure):
+                        raise
             call = self.stub.Generate(request, timeout=timeout_s, metadata=metadata)
             try:
                 async for response in call:
@@ -123,7 +128,7 @@ class Router:
 
 def failure_of(error: grpc.aio.AioRpcError) -> Failure:
     """Return what a router's status says, with a reason also where it names none."""
-    return _patient(from_rpc_error(error, _reason(error.code().name)))
+    return _patient(from_rpc_error(error, _reason((code_of(error) or grpc.StatusCode.UNKNOWN).name)))
 
 
 def may_move(failure: Failure) -> bool:

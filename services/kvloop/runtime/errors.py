@@ -19,6 +19,9 @@ _PREFIX = "ERROR_REASON_"
 Reason = errors_pb2.ErrorReason
 _REASONS = frozenset(Reason.keys())
 
+_WRITE_FAILED = "Internal error from Core"
+"""What grpc.aio says of a write that failed; https://github.com/grpc/grpc, cython aio/call.pyx.pxi."""
+
 _CODES: dict[str, grpc.StatusCode] = {
     "INVALID_FIELD": grpc.StatusCode.INVALID_ARGUMENT,
     "DEADLINE_REQUIRED": grpc.StatusCode.INVALID_ARGUMENT,
@@ -110,8 +113,22 @@ def from_rpc_error(error: grpc.RpcError, fallback: "errors_pb2.ErrorReason.Value
     failure = _from_details(status) if status is not None else None
     if failure is not None:
         return failure
-    code = error.code() if hasattr(error, "code") else None
+    code = code_of(error)
     return unexplained(code.name if code else "nothing", fallback)
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode | None:
+    """Return the code with which a call ended, if it has one.
+
+    A write on a stream that the other end has left makes grpc.aio say INTERNAL, before the status is there:
+    that is UNAVAILABLE here.
+    """
+    if not hasattr(error, "code"):
+        return None
+    code: grpc.StatusCode | None = error.code()
+    if code is grpc.StatusCode.INTERNAL and error.details() == _WRITE_FAILED:
+        return grpc.StatusCode.UNAVAILABLE
+    return code
 
 
 def from_status(status: status_pb2.Status, fallback: "errors_pb2.ErrorReason.ValueType") -> Failure:

@@ -16,6 +16,7 @@ import grpc
 from google.rpc import status_pb2
 
 from kvloop.runtime import logs
+from kvloop.runtime.errors import code_of
 from kvloop.runtime.mux.frames import PAYLOAD_BYTES, WINDOW_BYTES, Outbox
 from kvloop.v1alpha1 import attach_pb2
 
@@ -179,7 +180,7 @@ class _Session:
                         self._forget(call)
                         call.stir()
         except grpc.aio.AioRpcError as error:
-            why = error.code().name
+            why = (code_of(error) or grpc.StatusCode.UNKNOWN).name
         except grpc.aio.BaseError as error:
             _log.warning("attached_stream_broke", error=type(error).__name__)
         finally:
