@@ -145,6 +145,34 @@ def test_late_readers_are_remembered_for_a_while(table: HoldTable, clock: Clock)
     assert not table.has_late_readers
 
 
+def test_a_reader_that_was_let_in_has_yet_to_begin(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=600.0)
+    assert table.readers_in_s is None
+    first, _, _ = table.pin("a", 60.0)
+    assert not table.has_readers
+    assert table.readers_in_s is not None
+    assert 0 < table.readers_in_s < 0.01
+    clock.now += table.readers_in_s
+    assert table.has_readers
+    # One more does not stop the steps for the first.
+    second, _, _ = table.pin("a", 60.0)
+    assert table.readers_in_s == 0
+    table.unpin("a", first)
+    assert table.has_readers
+    table.unpin("a", second)
+    assert not table.has_readers
+    assert table.readers_in_s is None
+
+
+def test_a_late_reader_is_stepped_for(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=600.0)
+    table.pin("a", 5.0)
+    clock.now += 5.0
+    table.expire()
+    assert table.readers_in_s == 0
+    assert not table.has_readers
+
+
 def test_a_pin_belongs_to_its_lease(table: HoldTable) -> None:
     keep(table, "a", [1])
     keep(table, "b", [2])

@@ -170,14 +170,13 @@ class ControlServer:
         """Do what is due; return in how many seconds there is more, None for with the next change."""
         self._table.expire()
         self._after_change()
-        readers = self._table.has_readers or self._table.has_late_readers
-        if readers:
+        readers_in_s = self._table.readers_in_s
+        if readers_in_s == 0:
             self._wake()
+            readers_in_s = _TICK_S
         due = self._table.next_deadline()
-        wait = None if due is None else max(0.0, due - self._table.clock())
-        if readers:
-            wait = _TICK_S if wait is None else min(_TICK_S, wait)
-        return wait
+        waits = [readers_in_s, None if due is None else max(0.0, due - self._table.clock())]
+        return min((wait for wait in waits if wait is not None), default=None)
 
     def _after_change(self) -> None:
         if self._table.has_freeable:

@@ -24,6 +24,9 @@ from kvloop.connector.hold import Hold, Kind
 _LATE_S = 60.0
 """How long a reader that missed its deadline may still be waiting for its transfer to end."""
 
+_ADMITTED_S = 0.005
+"""For how long nothing can come from a reader that was just let in: it has a prompt to schedule first."""
+
 _FUTILE_S = 0.05
 """For how long as many blocks are not looked for again that no eviction would free: a request that waits for
 them asks in every step."""
@@ -74,6 +77,8 @@ class HoldTable:
         self._events: deque[tuple[str, Reason]] = deque(maxlen=65536)
         self._ticks = 0
         self._late_until = float("-inf")
+        self._reads_from = float("-inf")
+        """When the first of the pins' readers may begin."""
         self._futile = (0, float("-inf"))
         """How many blocks were looked for in vain, and until when that stands."""
         self.on_change: Callable[[], None] = lambda: None
@@ -171,6 +176,8 @@ class HoldTable:
             if entry.kind != "decode":
                 raise NotHeld(lease_id)
             read_id, deadline = secrets.token_hex(6), self.clock() + pin_s
+            if not self._pins:
+                self._reads_from = self.clock() + _ADMITTED_S
             entry.pins[read_id] = deadline
             entry.last_used = self._tick()
             self._pins[read_id] = entry
@@ -285,14 +292,27 @@ class HoldTable:
 
     @property
     def has_readers(self) -> bool:
-        """Whether another engine may be reading: a pin, or a prefill hold waiting for its reader."""
-        with self._lock:
-            return bool(self._pins) or any(e.kind == "prefill" for e in self._live.values())
+        """Whether another engine may be reading now: a pin, or a prefill hold waiting for its reader."""
+        return self._read_from() <= self.clock()
 
     @property
     def has_late_readers(self) -> bool:
         """Whether a read that missed its deadline may still be in flight, keeping blocks of its engine."""
         return self.clock() < self._late_until
+
+    @property
+    def readers_in_s(self) -> float | None:
+        """Seconds until another engine may be reading, zero if one may be or is late; None for nobody."""
+        if self.has_late_readers:
+            return 0.0
+        left = self._read_from() - self.clock()
+        return None if left == float("inf") else max(0.0, left)
+
+    def _read_from(self) -> float:
+        with self._lock:
+            if any(entry.kind == "prefill" for entry in self._live.values()):
+                return float("-inf")
+            return self._reads_from if self._pins else float("inf")
 
     # -- inside, under the lock -----------------------------------------------------------------------
 
