@@ -347,3 +347,19 @@ async def test_without_bidirectional_reads_a_grant_is_refused(engine: VllmEngine
     with pytest.raises(Failure) as caught:
         await Pair(closed, engine).prefill(words(20), read=ReadGrant("r", "{}", 5, 1.0))
     assert caught.value.reason == Reason.ERROR_REASON_INCOMPATIBLE_ENGINES
+
+
+async def test_engines_of_other_layouts_are_not_paired(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvloop.engine.vllm import facts
+
+    assert engine._core is not None
+    config = engine._core.llm.vllm_config
+
+    def digest() -> str:
+        return facts.compatibility(engine._settings, config, engine.facts.version)
+
+    assert digest() == engine.facts.compatibility
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BHLNC")
+    assert digest() != engine.facts.compatibility

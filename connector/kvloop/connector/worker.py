@@ -48,6 +48,9 @@ class KvloopWorker(Reads):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take the memory of the KV cache. Raises ValueError when blocks can't be copied in it."""
         super().register_kv_caches(kv_caches)
+        pieces = len(compat.block_regions(self))
+        if current_platform.device_type != "cpu" and pieces > 1:
+            _log.warning("kvloop: a block's KV lies in %d pieces; reads are faster in one", pieces)
         if self._copies:
             # Now rather than at the first copy: a failure here is a refused start, one there a dead engine.
             self._copier = BlockCopier(self)

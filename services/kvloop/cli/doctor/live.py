@@ -124,8 +124,8 @@ def judge_layout(reuse: turn_pb2.Reuse, block_size: int, gpus: int) -> Finding |
     return warn(
         LAYOUT,
         text,
-        "leave VLLM_KV_CACHE_LAYOUT and VLLM_USE_V2_MODEL_RUNNER to kvloop, and use an attention backend "
-        "that keeps all layers of a block together",
+        "with vLLM 0.26 leave VLLM_KV_CACHE_LAYOUT and VLLM_USE_V2_MODEL_RUNNER to kvloop, from 0.29 on try "
+        "VLLM_KV_CACHE_LAYOUT=BHLNC on all workers, and use an attention backend that has the layout",
     )
 
 

@@ -20,6 +20,7 @@ PARENT_PID = "KVLOOP_ENGINE_PARENT_PID"
 """Arms the parent-death signal in engine cores whose parent this is."""
 
 _HASH_SEED = "PYTHONHASHSEED"
+_LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 
 
 def environment(settings: EngineSettings, port: int) -> dict[str, str]:
@@ -40,8 +41,6 @@ def environment(settings: EngineSettings, port: int) -> dict[str, str]:
             # One rank works within the engine core; otherwise a CPU engine has a process for it.
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     else:
-        # All layers of a block lie together only with this layout and the V1 model runner.
-        env |= {"VLLM_KV_CACHE_LAYOUT": "HND", "VLLM_USE_V2_MODEL_RUNNER": "0"}
         if settings.omp_threads is not None:
             env["OMP_NUM_THREADS"] = str(settings.omp_threads)
         if settings.visible_devices is not None:
@@ -66,7 +65,11 @@ def defaults(settings: EngineSettings) -> dict[str, str]:
         env["UCX_TLS"] = "tcp,self"
         if is_loopback(settings.nixl_side_channel_host):
             env["UCX_NET_DEVICES"] = "lo"
-    elif not _flashinfer_samples():
+        return env
+    # In vLLM 0.26 all layers of a block lie together only with this layout and the V1 model runner. From 0.29
+    # on HND, which is what vLLM itself takes for NIXL, means layer by layer; BHLNC is the other.
+    env |= {_LAYOUT: "HND", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if not _flashinfer_samples():
         env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return env
 
@@ -101,6 +104,11 @@ def side_channel() -> str:
 def hash_seed() -> str:
     """Return what block hashes are seeded with."""
     return os.environ.get(_HASH_SEED, "")
+
+
+def kv_layout() -> str:
+    """Return the layout of the KV cache that is asked for, "" for vLLM's own choice."""
+    return os.environ.get(_LAYOUT, "")
 
 
 def is_loopback(host: str) -> bool:

@@ -80,6 +80,7 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "tensor_parallel_size": settings.tensor_parallel_size,
         "device": settings.device,
         "cross_layer_blocks": settings.device == "cuda",
+        "kv_layout": env.kv_layout(),
         "speculative": None,
         "backends": settings.backends,
         "transfer_mode": "pull",
