@@ -50,9 +50,9 @@ class Pool:
     ],
 )
 def test_the_next_step(computed: int, scheduled: int, total: int, blocks: int) -> None:
-    request = SimpleNamespace(num_computed_tokens=computed, num_tokens=total)
-    assert pressure.next_step([(request, scheduled)], 16, 64) == blocks
-    assert pressure.next_step([(request, scheduled)] * 3, 16, 64) == 3 * blocks
+    request = SimpleNamespace(num_tokens=total)
+    assert pressure.next_step([(request, computed + scheduled)], 16, 64) == blocks
+    assert pressure.next_step([(request, computed + scheduled)] * 3, 16, 64) == 3 * blocks
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,6 @@ def test_a_reader_that_was_let_in_has_yet_to_begin(table: HoldTable, clock: Cloc
     assert table.has_readers
     table.unpin("a", second)
     assert not table.has_readers
-    assert table.readers_in_s is None
 
 
 def test_a_late_reader_is_stepped_for(table: HoldTable, clock: Clock) -> None:
@@ -171,6 +170,32 @@ def test_a_late_reader_is_stepped_for(table: HoldTable, clock: Clock) -> None:
     table.expire()
     assert table.readers_in_s == 0
     assert not table.has_readers
+
+
+def test_a_read_that_was_ended_unseen_may_still_be_in_flight(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=600.0)
+    read_id, _, _ = table.pin("a", 60.0)
+    clock.now += 1.0
+    table.unpin("a", read_id)
+    assert table.readers_in_s == 0
+    clock.now += 5.0
+    assert table.readers_in_s is None
+
+
+def test_a_read_is_over_with_its_readers_notice(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=600.0)
+    read_id, _, _ = table.pin("a", 60.0)
+    clock.now += 1.0
+    assert table.read_done("a", read_id)
+    assert table.readers_in_s is None
+    assert not table.unpin("a", read_id)
+
+
+def test_who_never_began_is_not_waited_for(table: HoldTable, clock: Clock) -> None:
+    keep(table, "a", [1], ttl_s=600.0)
+    read_id, _, _ = table.pin("a", 60.0)
+    table.unpin("a", read_id)
+    assert table.readers_in_s is None
 
 
 def test_a_pin_belongs_to_its_lease(table: HoldTable) -> None:

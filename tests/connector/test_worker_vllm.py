@@ -110,6 +110,31 @@ def test_a_handshake_that_fails_fails_its_read_alone(worker: Any, monkeypatch: p
     assert worker.take_report().failed == {"r": "transfer"}
 
 
+@pytest.mark.parametrize(
+    ("took_s", "offset", "asked"),
+    [([0.2], 7.1, 1), ([60.0, 0.4], 7.2, 2), ([9.0, 9.0, 4.0], 9.0, 3)],
+)
+def test_a_pause_in_a_handshake_does_not_stay_in_the_offset(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, took_s: list[float], offset: float, asked: int
+) -> None:
+    from kvloop.connector import worker as module
+
+    now, calls = 0.0, 0
+
+    def shake(_self: Any, *_args: Any) -> tuple[dict[Any, str], float]:
+        nonlocal now, calls
+        now += took_s[calls]
+        calls += 1
+        return {(0, 0): "agent"}, 7.0
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(type(worker).__mro__[3], "_nixl_handshake", shake)
+    agents, found = worker._nixl_handshake("host", 1, 1, "e")
+    assert agents == {(0, 0): "agent"}
+    assert found == pytest.approx(offset)
+    assert calls == asked
+
+
 @pytest.mark.parametrize("count", ["1" * 5000, "", "-1", "x", "1.5"])
 def test_a_notice_that_is_none(worker: Any, count: str) -> None:
     worker._take_notice(f"lease#pin:{count}".encode())

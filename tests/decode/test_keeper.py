@@ -181,6 +181,23 @@ async def test_a_cancelled_turn_that_ends_late_is_let_go_of_then() -> None:
     assert bench.engine.patience == [None, PATIENCE_S]
 
 
+async def test_a_cancelled_attempt_does_not_replace_the_one_that_was_completed() -> None:
+    """Elsewhere or here: both are of one turn, so they began at the same time."""
+    bench, turn = Bench(), scope(start=1000)
+    bench.engine.hold("partial", 8, 60.0)
+    await bench.directory.publish(
+        turn.scope,
+        lease_pb2.DirectoryEntry(
+            lease_id="whole", decode_endpoint="127.0.0.1:8", num_tokens=8, turn_start_us=turn.turn_start_us
+        ),
+        60.0,
+    )
+    kept = await bench.keeper.keep_cancelled(turn, lambda: TOKENS, "partial")
+    assert kept.lease is None
+    assert bench.engine.held == {}
+    assert await bench.standing(turn) == "whole"
+
+
 @pytest.mark.parametrize("by", ["lease", "scope"])
 async def test_a_release_whose_call_ends_is_carried_out(by: str) -> None:
     bench = Bench()

@@ -66,6 +66,7 @@ def test_a_cpu_may_be_chosen_on_a_gpu_machine() -> None:
         ({"extra_engine_args": {"block_size": 16}}, "set block_size itself"),
         ({"extra_engine_args": {"kv_transfer_config": {}}}, "remove it"),
         ({"extra_engine_args": {"speculative_config": {}}}, "remove it"),
+        ({"extra_engine_args": {"watermark": 0.05}}, "remove it"),
         ({"decoder_kv_blocks_ttl": 5}, "greater than 5"),
         ({"prefill_hold_s": 9}, "greater than or equal to 10"),
         ({"hold_share": 1.0}, "less than 1"),

@@ -25,11 +25,12 @@ class Orders:
 
 @dataclass(slots=True)
 class Read:
-    """One completed read on one rank or on all."""
+    """One completed read on some of the ranks."""
 
     ms: float = 0.0
     bytes: int = 0
     descriptors: int = 0
+    ranks: int = 1
 
 
 @dataclass(slots=True)
@@ -52,7 +53,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         self.failed |= other.failed
         self.copied |= other.copied
         for request_id, read in other.reads.items():
-            mine = self.reads.setdefault(request_id, Read())
+            mine = self.reads.setdefault(request_id, Read(ranks=0))
+            mine.ranks += read.ranks
             mine.ms = max(mine.ms, read.ms)
             mine.bytes += read.bytes
             mine.descriptors += read.descriptors

@@ -31,15 +31,14 @@ def whole_request(request: Any, num_computed_tokens: int, block_size: int, loadi
     return max(0, blocks) + 2 * loading
 
 
-def next_step(scheduled: Iterable[tuple[Any, int]], block_size: int, most_tokens: int) -> int:
-    """Return how many new blocks the requests of this step want in the next one.
+def next_step(requests: Iterable[tuple[Any, int]], block_size: int, most_tokens: int) -> int:
+    """Return how many new blocks requests want in the next step.
 
-    scheduled: (request, tokens of it in this step), before vLLM counts them as computed; most_tokens: of one
-    request in one step.
+    requests: (request, tokens of it that have been computed or read by then); most_tokens: of one request in
+    one step.
     """
     blocks = 0
-    for request, tokens in scheduled:
-        now = request.num_computed_tokens + tokens
+    for request, now in requests:
         then = now + min(max(1, request.num_tokens - now), most_tokens)
         blocks += -(-then // block_size) - -(-now // block_size)
     return blocks

@@ -15,15 +15,15 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from kvloop.connector import compat, guard, pressure
-from kvloop.connector.control import Report, TransferInfo
+from kvloop.connector.control import Report
 from kvloop.connector.hold import Hold, Kind
 from kvloop.connector.hooks import Hooks, spoiled
-from kvloop.connector.metadata import Orders, WorkerReport
+from kvloop.connector.metadata import Orders, Read, WorkerReport
 from kvloop.connector.server import ControlServer
 from kvloop.connector.table import HoldTable
 from kvloop.connector.tails import Tail, Tails
-from kvloop.connector.terms import Terms, parse_terms
-from kvloop.connector.turns import TurnLog
+from kvloop.connector.terms import parse_terms
+from kvloop.connector.turns import Kept, Turn, TurnLog
 
 _COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -38,34 +38,6 @@ def _is_plain_text(request: Any) -> bool:
 def _scope(request: Any) -> str:
     adapter = request.lora_request
     return guard.scope_digest(request.cache_salt, adapter.lora_name if adapter is not None else None)
-
-
-@dataclass(slots=True)
-class Turn:
-    """One request on its way through the engine."""
-
-    terms: Terms
-    readable: int | None = None
-    """Tokens that the handle may serve, once examined."""
-    refused: guard.Refusal | None = None
-    admitted: bool = False
-    loading: bool = False
-    cached: int = 0
-    """Tokens in this engine's prefix cache at the last look."""
-    local: int = 0
-    external: int = 0
-    tail: Tail | None = None
-    """What goes on in the middle of a held block, at the last look."""
-    transfer: TransferInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What makes a handle of a hold."""
-
-    text: guard.Text
-    template: dict[str, Any]
-    """kv_transfer_params as this vLLM version writes them."""
 
 
 @dataclass(slots=True)
@@ -227,6 +199,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self._decline(request)
             return
         turn.external = num_external_tokens
+        turn.unscheduled = True
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         # vLLM's worker tracks requests whose blocks it may have to free later; ours are never among them.
         self._reqs_in_batch.discard(request.request_id)
@@ -264,15 +237,28 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._settle_failed()
         self._give_back()
         if self._pool is not None:
-            scheduled = scheduler_output.num_scheduled_tokens.items()
-            running = [(self._requests[name], count) for name, count in scheduled if name in self._requests]
-            needed = pressure.next_step(running, self.block_size, self._step_tokens)
+            wanting = self._wanting(scheduler_output.num_scheduled_tokens)
+            needed = pressure.next_step(wanting, self.block_size, self._step_tokens)
             pressure.relieve_step(self._table, self._pool, needed, self._give_back)
         meta = super().build_connector_meta(scheduler_output)
         self._orders.guards_off = frozenset(self._hooks.guards_off)
         self._orders.stalled = self._hooks.stall == "end"
         meta.kvloop, self._orders = self._orders, Orders()
         return meta
+
+    def _wanting(self, scheduled: dict[str, int]) -> list[tuple[Any, int]]:
+        """Return who wants blocks in the next step, and how many of its tokens there are by then."""
+        wanting = []
+        for name, count in scheduled.items():
+            if (turn := self._turns.get(name)) is not None:
+                turn.unscheduled = False
+            if (request := self._requests.get(name)) is not None:
+                # vLLM has yet to count them as computed.
+                wanting.append((request, request.num_computed_tokens + count))
+        for name, turn in self._turns.items():
+            if turn.unscheduled:
+                wanting.append((self._requests[name], turn.local + turn.external))
+        return wanting
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers saw."""
@@ -283,8 +269,7 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 self._take_notice(remote_request_id)
             for request_id, read in report.reads.items():
                 if (turn := self._turns.get(request_id)) is not None:
-                    turn.loading = False
-                    turn.transfer = {"ms": read.ms, "bytes": read.bytes, "descriptors": read.descriptors}
+                    self._note_read(turn, read)
             for request_id in report.copied:
                 if (block := self._copying.pop(request_id, None)) is not None:
                     self._free([block])
@@ -293,6 +278,17 @@ class KvloopScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                     failed.report["refused"] = failed.turn.refused or reason
         self._settle_failed()
         self._give_back()
+
+    def _note_read(self, turn: Turn, read: Read) -> None:
+        """Add up what the ranks have read, each in its own time."""
+        turn.ranks_read += read.ranks
+        turn.loading = turn.ranks_read < self._ranks
+        before = turn.transfer or {"ms": 0.0, "bytes": 0, "descriptors": 0}
+        turn.transfer = {
+            "ms": max(before["ms"], read.ms),
+            "bytes": before["bytes"] + read.bytes,
+            "descriptors": before["descriptors"] + read.descriptors,
+        }
 
     def _take_notice(self, remote_request_id: str) -> None:
         lease_id, mark, token = remote_request_id.rpartition("#")

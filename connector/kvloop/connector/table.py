@@ -24,6 +24,9 @@ from kvloop.connector.hold import Hold, Kind
 _LATE_S = 60.0
 """How long a reader that missed its deadline may still be waiting for its transfer to end."""
 
+_UNSEEN_S = 5.0
+"""The same of one whose read was ended for it while no notice of its own had come."""
+
 _ADMITTED_S = 0.005
 """For how long nothing can come from a reader that was just let in: it has a prompt to schedule first."""
 
@@ -185,18 +188,20 @@ class HoldTable:
             return read_id, deadline, entry
 
     def unpin(self, lease_id: str, read_id: str) -> bool:
-        """End a read; False when it is unknown or over."""
+        """End a read on somebody's word; False when it is unknown or over."""
         with self._lock:
-            entry = self._pins.get(read_id)
-            if entry is None or entry.lease_id != lease_id:
+            now = self.clock()
+            may_be_reading = now >= self._reads_from
+            if not self._end_read(lease_id, read_id):
                 return False
-            self._unpin(entry, read_id)
+            if may_be_reading:
+                self._late_until = max(self._late_until, now + _UNSEEN_S)
             return True
 
     def read_done(self, lease_id: str, token: str) -> bool:
         """Take a reader's notice: its pin's, or that of a prefill hold, which ends. Late ones are ignored."""
         with self._lock:
-            if self.unpin(lease_id, token):
+            if self._end_read(lease_id, token):
                 return True
             entry = self._live.get(lease_id)
             if entry is None or entry.kind != "prefill" or entry.token != token:
@@ -360,6 +365,13 @@ class HoldTable:
             self._doomed.add(entry)
         else:
             self._drop(entry)
+
+    def _end_read(self, lease_id: str, read_id: str) -> bool:
+        entry = self._pins.get(read_id)
+        if entry is None or entry.lease_id != lease_id:
+            return False
+        self._unpin(entry, read_id)
+        return True
 
     def _unpin(self, entry: Hold, read_id: str) -> None:
         del entry.pins[read_id]

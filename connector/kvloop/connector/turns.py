@@ -1,11 +1,50 @@
-"""What became of turns: reports and announced cancellations, kept for a while for those who ask late."""
+"""Turns: what is known of one on its way, and what became of those that ended.
+
+Reports and announced cancellations are kept for a while, for those who ask late.
+"""
 
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
 
-from kvloop.connector.control import Report
+from kvloop.connector import guard
+from kvloop.connector.control import Report, TransferInfo
+from kvloop.connector.tails import Tail
+from kvloop.connector.terms import Terms
 
 _KEPT = 4096
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request on its way through the engine."""
+
+    terms: Terms
+    readable: int | None = None
+    """Tokens that the handle may serve, once examined."""
+    refused: guard.Refusal | None = None
+    admitted: bool = False
+    loading: bool = False
+    unscheduled: bool = False
+    """Whether its read was ordered, and no step has had tokens of it: vLLM asks no more before one has."""
+    ranks_read: int = 0
+    cached: int = 0
+    """Tokens in this engine's prefix cache at the last look."""
+    local: int = 0
+    external: int = 0
+    tail: Tail | None = None
+    """What goes on in the middle of a held block, at the last look."""
+    transfer: TransferInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What makes a handle of a hold."""
+
+    text: guard.Text
+    template: dict[str, Any]
+    """kv_transfer_params as this vLLM version writes them."""
 
 
 class TurnLog:

@@ -129,12 +129,18 @@ class Keeper:
     async def keep_cancelled(
         self, scope: turn_pb2.TurnScope, tokens: Callable[[], bytes], lease_id: str
     ) -> Kept:
-        """Make a lease of what the engine kept of a cancelled turn, if anything."""
+        """Make a lease of what the engine kept of a cancelled turn, if anything.
+
+        It counts as older than its turn: an attempt that was completed elsewhere has more.
+        """
         hold = await self._engine.settle(lease_id)
         if hold is None:
             self.discard_later(lease_id)
             return Kept()
-        return await self.keep(scope, tokens(), hold)
+        older = turn_pb2.TurnScope()
+        older.CopyFrom(scope)
+        older.turn_start_us = max(0, scope.turn_start_us - 1)
+        return await self.keep(older, tokens(), hold)
 
     async def discard(self, terms: HoldTerms) -> None:
         """Let go of a hold that never became a lease."""

@@ -31,7 +31,9 @@ _OWN_ARGS = frozenset(
         "skip_tokenizer_init",
     }
 )
-_UNPROVEN_ARGS = frozenset({"speculative_config", "data_parallel_size", "pipeline_parallel_size"})
+_UNPROVEN_ARGS = frozenset(
+    {"speculative_config", "data_parallel_size", "pipeline_parallel_size", "watermark"}
+)
 
 
 def cache_home() -> Path:
@@ -71,7 +73,7 @@ class EngineSettings(BaseModel):
     """Name of the weights that lie under the model's name, if they change there (kvloop reload): workers of
     different ones are not paired."""
     adapters: dict[str, str] = {}
-    """LoRA adapters: name -> path."""
+    """LoRA adapters: name -> path. Workers whose names, paths or files differ are not paired."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str | None = None
     max_model_len: int | None = Field(None, ge=2)

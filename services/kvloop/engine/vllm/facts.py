@@ -60,8 +60,9 @@ def revision(settings: EngineSettings, model_config: Any) -> str:
 def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> str:
     """Return the digest of what two engines must have equal to exchange KV.
 
-    What vLLM's own handshake compares, what it checks later (block size, ranks, layout), and what block
-    hashes depend on. Everything is known before the first handshake, so unequal engines are never paired.
+    What vLLM's own handshake compares, what it checks later (block size, ranks, layout), what block hashes
+    depend on, and the adapters, of which those know the names alone. Everything is known before the first
+    handshake, so unequal engines are never paired.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     factors = {
@@ -88,9 +89,24 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "python": platform.python_version_tuple()[:2],
         "hash_seed": env.hash_seed(),
         "weights_version": settings.weights_version,
+        "adapters": [(name, path, _content(Path(path))) for name, path in sorted(settings.adapters.items())],
     }
     text = json.dumps(factors, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _content(folder: Path) -> str:
+    """Return the digest of an adapter's files, "" when it is not a folder here.
+
+    vLLM's block hashes know an adapter by its name, from 0.32 on by its name and path.
+    """
+    digest = hashlib.sha256()
+    files = sorted(file for file in folder.glob("*") if file.is_file()) if folder.is_dir() else []
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:32] if files else ""
 
 
 def _version(package: str) -> str:

@@ -1,13 +1,16 @@
 """The half of the port that is the connector's table of holds, over its control socket."""
 
+import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 from typing import Any, TypeVar
 
-from kvloop.connector.control import ControlClient, ControlError
+from kvloop.connector.control import ControlClient, ControlError, Grant
 from kvloop.engine.port import Hold, HoldEnded, ReadGrant
 from kvloop.engine.vllm import outputs
+from kvloop.runtime import background
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.v1alpha1 import worker_pb2
 
@@ -26,6 +29,8 @@ class HoldTable:
         self._control: ControlClient | None = None
         # Tokens that the services know of a cancelled turn, until it is settled.
         self._known: OrderedDict[str, int] = OrderedDict()
+        self._asking: set[asyncio.Task[Any]] = set()
+        """Questions on their way, and pins that are taken off again."""
 
     async def settle(self, lease_id: str, patience_s: float | None = None) -> Hold | None:
         """Return the hold of a cancelled turn once the engine has it."""
@@ -36,13 +41,25 @@ class HoldTable:
 
     async def begin_read(self, lease_id: str, num_tokens: int, pin_s: float) -> ReadGrant:
         """Pin a hold and return a handle cut to its first num_tokens tokens."""
-        grant = await self._call(self._client().begin_read(lease_id, num_tokens, pin_s))
+        asking = asyncio.create_task(self._client().begin_read(lease_id, num_tokens, pin_s))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        try:
+            grant = await self._call(asyncio.shield(asking))
+        except asyncio.CancelledError:
+            # The engine pins all the same, and nobody else will know under which id.
+            asking.add_done_callback(partial(self._end_unwanted, lease_id))
+            raise
         return ReadGrant(
             read_id=grant["read_id"],
             handle_json=outputs.handle_json(grant["params"]),
             num_tokens=grant["num_tokens"],
             pin_s=grant["pin_s"],
         )
+
+    def _end_unwanted(self, lease_id: str, asking: "asyncio.Task[Grant]") -> None:
+        if not asking.cancelled() and asking.exception() is None:
+            background.spawn(self._asking, self.end_read(lease_id, asking.result()["read_id"]))
 
     async def end_read(self, lease_id: str, read_id: str) -> None:
         """Take a pin off."""
@@ -97,7 +114,7 @@ class HoldTable:
             raise gone()
         return self._control
 
-    async def _call(self, call: Coroutine[Any, Any, _T]) -> _T:
+    async def _call(self, call: Awaitable[_T]) -> _T:
         try:
             return await call
         except ControlError as error:
