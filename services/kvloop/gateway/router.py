@@ -37,6 +37,10 @@ class _NoSuchStream(Exception):
     """A router that has no Attach."""
 
 
+class _StreamBroke(Failure):
+    """A stream that ended under its calls."""
+
+
 class Router:
     """One router."""
 
@@ -70,9 +74,9 @@ class Router:
                     return
                 except _NoSuchStream:
                     self._attach = False
-                except Failure as failure:
+                except _StreamBroke:
                     # Where there is no such stream, it may also look as if it had broken.
-                    if self._attach or not may_move(failure):
+                    if self._attach:
                         raise
             call = self.stub.Generate(request, timeout=timeout_s, metadata=metadata)
             try:
@@ -141,7 +145,9 @@ def _carried_failure(failed: CallFailed) -> Exception:
     if failed.code == "UNIMPLEMENTED":
         return _NoSuchStream()
     if failed.status is None:
-        return _patient(unexplained(failed.code, _reason(failed.code)))
+        kind = _StreamBroke if failed.code == "UNAVAILABLE" else Failure
+        told = unexplained(failed.code, _reason(failed.code))
+        return _patient(kind(told.reason, told.message))
     return _patient(from_status(failed.status, _reason(code_pb2.Code.Name(failed.status.code))))
 
 
