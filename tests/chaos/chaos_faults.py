@@ -4,7 +4,8 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,6 +26,16 @@ KINDS = (
     "restart_store_empty",
     "slow_network_decode",
 )
+_Turn = Mapping[str, Any]
+SHOWN_BY: dict[str, Callable[[_Turn], bool]] = {
+    "kill_decode_mid_stream": lambda turn: turn["migrated"],
+    "kill_decode_mid_read": lambda turn: (
+        turn["migrated"] or turn["reason"] == "READ_FAILED" or turn["attempts"] > 1
+    ),
+}
+"""What becomes of a turn that was met where a fault was to meet one."""
+TRIES = 3
+"""Of a fault that meets nobody; what is looked for is over in milliseconds."""
 DOWN_S = 2.0
 MIN_READY_S = 3.0
 _FIND_S = 60.0
@@ -39,6 +50,19 @@ class Fault:
     target: str
     time: float
     until: float = 0.0
+
+
+def hit(faults: Iterable[Mapping[str, Any]], turns: Iterable[_Turn]) -> set[str]:
+    """Return the kinds of which a fault struck, and met what it was to meet, by the turns' own records."""
+    met: dict[int, list[_Turn]] = defaultdict(list)
+    for turn in turns:
+        for fault in turn["faults"]:
+            met[fault].append(turn)
+    return {
+        fault["kind"]
+        for fault in faults
+        if fault["kind"] not in SHOWN_BY or any(map(SHOWN_BY[fault["kind"]], met[fault["id"]]))
+    }
 
 
 class NobodyBusy(Exception):
@@ -56,21 +80,18 @@ class Faults:
         self._start = time.monotonic()
 
     async def run(self, kinds: list[str], *, gap_s: tuple[float, float]) -> None:
-        """Strike the given kinds in their order; those that met nobody once more at the end."""
-        missed = await self._run(kinds, gap_s)
-        await self._run(missed, gap_s)
-
-    async def _run(self, kinds: list[str], gap_s: tuple[float, float]) -> list[str]:
-        missed = []
-        for kind in kinds:
-            await asyncio.sleep(self._dice.uniform(*gap_s))
-            # A fleet has one of everything to spare, not two.
-            await self.arena.settled()
-            try:
-                await self._strike(kind)
-            except NobodyBusy:
-                missed.append(kind)
-        return missed
+        """Strike the given kinds in their order; those that met nobody again."""
+        for _ in range(TRIES):
+            for kind in kinds:
+                await asyncio.sleep(self._dice.uniform(*gap_s))
+                # A fleet has one of everything to spare, not two.
+                await self.arena.settled()
+                with suppress(NobodyBusy):
+                    await self._strike(kind)
+            for fault in self.struck:
+                await self.traffic.ended(fault.id)
+            met = hit(self.as_json(), map(asdict, self.traffic.records))
+            kinds = [kind for kind in kinds if kind not in met]
 
     async def roll(self) -> None:
         """Restart every router and worker by SIGTERM, one after the other."""
@@ -124,7 +145,7 @@ class Faults:
             await self._revive(target)
 
     async def _kill_mid_stream(self) -> None:
-        target = await self._busy("kvloop_legs_in_flight")
+        target = await self._busy(self._generates())
         async with self._fault("kill_decode_mid_stream", target):
             await self.arena.fleet.kill(target)
             await self._revive(target)
@@ -133,11 +154,43 @@ class Faults:
         async with AsyncExitStack() as stalled:
             # Reads that have a pin but can't go on yet: otherwise they are over before one of them is seen.
             await self._stall_reads(stalled)
-            target = await self._busy("kvloop_lease_pins")
+            target = await self._busy(self._is_read())
             async with self._fault("kill_decode_mid_read", target):
                 await self.arena.fleet.kill(target)
                 await stalled.aclose()
                 await self._revive(target)
+
+    def _generates(self) -> Callable[[str], Awaitable[bool]]:
+        """Return what tells whether a decode worker has come by tokens since it was last asked of it."""
+        grows = self._grows("kvloop_engine_generated_tokens_total", forget=True)
+
+        async def generates(name: str) -> bool:
+            # Legs alone may still wait for their KV.
+            return await grows(name) and await self.arena.metric(name, "kvloop_legs_in_flight") > 0
+
+        return generates
+
+    def _is_read(self) -> Callable[[str], Awaitable[bool]]:
+        """Return what tells whether a read has begun at a decode worker since it was first asked of it."""
+        grows = self._grows("kvloop_reads_granted_total", forget=False)
+
+        async def is_read(name: str) -> bool:
+            # Pins alone may be those of DIRECT turns.
+            return await grows(name) and await self.arena.metric(name, "kvloop_lease_pins") > 0
+
+        return is_read
+
+    def _grows(self, counter: str, *, forget: bool) -> Callable[[str], Awaitable[bool]]:
+        before: dict[str, float] = {}
+
+        async def grows(name: str) -> bool:
+            now = await self.arena.metric(name, counter)
+            known = before.setdefault(name, now)
+            if forget:
+                before[name] = now
+            return now > known
+
+        return grows
 
     async def _stall_reads(self, stalled: AsyncExitStack) -> None:
         for name in self.arena.fleet.names("prefill"):
@@ -150,16 +203,15 @@ class Faults:
         await asyncio.sleep(DOWN_S)
         await self.arena.fleet.start(target)
 
-    async def _busy(self, metric: str) -> str:
-        """Return a decode worker of which a gauge is not zero right now. Raises NobodyBusy."""
+    async def _busy(self, is_busy: Callable[[str], Awaitable[bool]]) -> str:
+        """Return a decode worker that is at something right now. Raises NobodyBusy."""
         names = self.arena.fleet.names("decode")
         try:
             async with asyncio.timeout(_FIND_S):
                 while True:
-                    gauges = await asyncio.gather(*(self.arena.metric(name, metric) for name in names))
-                    for name, gauge in zip(names, gauges, strict=True):
-                        if gauge > 0:
-                            return name
+                    busy = await asyncio.gather(*map(is_busy, names))
+                    if any(busy):
+                        return names[busy.index(True)]
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise NobodyBusy from None

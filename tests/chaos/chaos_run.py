@@ -15,16 +15,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from chaos_faults import KINDS, Faults
+from chaos_faults import KINDS, Faults, hit
 from chaos_fleet import POLL_S, SIMULATED, Arena, Size
 from chaos_oracle import ColdOracle, Oracle, SimulatedOracle
-from chaos_traffic import Routers, Traffic, as_json
+from chaos_traffic import Routers, Traffic
 
 from kvloop.engine.settings import smollm2_dir
 
@@ -204,7 +204,7 @@ def report(traffic: Traffic, faults: Faults, stranded: int, seconds: float) -> d
         "faults": faults.as_json(),
         "ended_by_themselves": faults.arena.ended,
         "errors": traffic.errors,
-        "records": [as_json(record) for record in records],
+        "records": [asdict(record) for record in records],
     }
 
 
@@ -228,6 +228,10 @@ def missed(
         found.append("no answer migrated")
     if absent := sorted(set(kinds) - {fault["kind"] for fault in report["faults"]}):
         found.append(f"these faults did not strike: {', '.join(absent)}")
+    if absent := sorted(set(kinds) - hit(report["faults"], report["records"]) - set(absent)):
+        found.append(f"no turn shows these faults: {', '.join(absent)}")
+    if absent := [verdict for verdict in ("DIRECT", "READBACK") if not report["verdicts"][verdict]]:
+        found.append(f"no turn went this way: {', '.join(absent)}")
     return found
 
 

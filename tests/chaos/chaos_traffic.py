@@ -6,11 +6,11 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from chaos_fleet import Size
+from chaos_fleet import POLL_S, Size
 
 from kvloop.runtime import tokens
 from kvloop.runtime.channels import open_channel
@@ -55,6 +55,8 @@ class Record:
     actual_digest: str = ""
     migrated: bool = False
     verdict: str = ""
+    reason: str = ""
+    """Of the verdict."""
 
 
 @dataclass
@@ -157,6 +159,12 @@ class Traffic:
         for record in self._under_way.values():
             record.faults.append(fault)
 
+    async def ended(self, fault: int) -> None:
+        """Return when every turn that a fault could have met has ended."""
+        under_way = self._under_way
+        while any(fault in turn.faults for turn in under_way.values()):  # noqa: ASYNC110 - of other tasks
+            await asyncio.sleep(POLL_S)
+
     async def run(self) -> None:
         """Play turns until told to stop."""
         async with asyncio.TaskGroup() as users:
@@ -243,8 +251,6 @@ class Traffic:
         record.expected_digest = expected.digest
         if said is not None and said.summary is not None:
             record.actual_digest = said.digest
-            record.migrated = said.summary.migrated
-            record.verdict = turn_pb2.Verdict.Name(said.summary.reuse.verdict).removeprefix("VERDICT_")
             self._compare(expected, said)
         return expected
 
@@ -281,6 +287,7 @@ class Traffic:
                 self._note(record, "silence")
             else:
                 record.outcome = "ok"
+                _take_over(record, said)
                 return said
             if attempt < ATTEMPTS:
                 await asyncio.sleep(pause)
@@ -288,8 +295,9 @@ class Traffic:
         return None
 
 
-def as_json(record: Record) -> dict[str, Any]:
-    """Return a record as it is written."""
-    written = asdict(record)
-    del written["verdict"]
-    return written
+def _take_over(record: Record, said: Said) -> None:
+    assert said.summary is not None
+    reuse = said.summary.reuse
+    record.migrated = said.summary.migrated
+    record.verdict = turn_pb2.Verdict.Name(reuse.verdict).removeprefix("VERDICT_")
+    record.reason = turn_pb2.ReuseReason.Name(reuse.reason).removeprefix("REUSE_REASON_")

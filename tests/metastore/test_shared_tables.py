@@ -1,6 +1,7 @@
 """Worker registry and shared estimates, on every store."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from store_servers import until
 from kvloop.metastore import fields
 from kvloop.metastore.factory import Store, open_store
 from kvloop.metastore.port import DirectoryUnavailable
-from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL, Worker
+from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL, TTL_S, Worker
 
 WORKER = Worker(
     worker_id="decode-0",
@@ -88,6 +89,23 @@ async def test_watching_yields_changes_only(store: Store) -> None:
     ticks.put_nowait(None)
     assert await following == {"decode-0": busy}
     await watch.aclose()
+
+
+async def test_what_is_still_announced_is_told_again(store: Store) -> None:
+    slept = told = 0.0
+
+    async def tick(seconds: float) -> None:
+        nonlocal slept
+        slept += seconds
+        if slept > TTL_S:
+            raise asyncio.CancelledError
+
+    await store.registry.announce(WORKER, 60)
+    with contextlib.suppress(asyncio.CancelledError):
+        async for workers in store.registry.watch(0.5, sleep=tick):
+            assert workers == {"decode-0": WORKER}
+            told += 1
+    assert told == 1 + ANNOUNCEMENTS_PER_TTL
 
 
 async def _empty(queue: "asyncio.Queue[None]") -> bool:

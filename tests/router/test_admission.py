@@ -1,7 +1,7 @@
 """Room at a router and at its workers: who waits, who is told to come back; nobody waits between the legs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -95,6 +95,47 @@ async def test_a_place_that_does_not_fit_the_first_is_offered_to_the_next() -> N
     assert await picky == "a"
 
 
+async def test_what_becomes_ready_is_found_in_the_order_of_the_line() -> None:
+    line = admission()
+    ready: list[str] = []
+
+    def find() -> str | None:
+        return ready.pop(0) if ready else None
+
+    tasks = []
+    for number in range(3):
+        tasks.append(asyncio.create_task(line.place(find, 60)))
+        await waiting(line, number + 1)
+    # Nobody says that these are there.
+    ready += ["first", "second", "third"]
+    async with asyncio.timeout(30):
+        assert await asyncio.gather(*tasks) == ["first", "second", "third"]
+
+
+async def test_a_line_that_waits_for_others_does_not_shut_out_a_turn_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvloop.router.admission._LOOK_AGAIN_S", 3600.0)
+    line = admission()
+    asked: list[str] = []
+
+    def finds(name: str, found: str | None) -> Callable[[], str | None]:
+        def find() -> str | None:
+            asked.append(name)
+            return found
+
+        return find
+
+    stuck = asyncio.create_task(line.place(finds("stuck", None), 60))
+    await waiting(line, 1)
+    asked.clear()
+    async with asyncio.timeout(30):
+        assert await line.place(finds("fits", "here"), 60) == "here"
+    # It has overtaken nobody.
+    assert asked[-2:] == ["stuck", "fits"]
+    stuck.cancel()
+
+
 async def test_those_who_wait_are_told_of_the_end() -> None:
     line = admission(max_concurrent_turns=1)
     await line.enter(60)
@@ -171,6 +212,19 @@ async def test_places_at_both_workers_are_taken_before_the_first_leg() -> None:
         assert sum(len(p.requests) for p in fleet.prefills) == 4
         await until(lambda: app.turns == 0, "the end of all turns")
         assert not any(worker.places for worker in (*app.pool.prefill, *app.pool.decode))
+
+
+async def test_a_worker_that_becomes_ready_serves_those_who_wait() -> None:
+    async with held(prefills=2, decodes=2, max_turns_per_worker=1) as (fleet, app, client, gate):
+        app.pool.decode[1].draining = True
+        first = asyncio.create_task(client.say(LONG))
+        await until(lambda: app.pool.decode[0].places == 1, "a full worker")
+        second = asyncio.create_task(client.say(LONG, "other"))
+        await until(lambda: app.waiting == 1, "one in the line")
+        app.pool.decode[1].draining = False
+        await until(lambda: len(fleet.decodes[1].requests) == 1, "the second at the other worker")
+        gate.set()
+        await answers([first, second])
 
 
 async def test_a_worker_has_no_more_turns_than_its_limit() -> None:

@@ -14,12 +14,12 @@ import grpc
 import pytest
 from router_fakes import expected_answer, fake_fleet, until
 
-from kvloop.gateway.resolving import addresses
 from kvloop.gateway.routers import Routers
 from kvloop.runtime import tokens
 from kvloop.runtime.channels import open_channel
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.mux.carrier import Carrier
+from kvloop.runtime.resolving import addresses
 from kvloop.v1alpha1 import router_service_pb2
 
 PROMPTS = [[number, *range(60)] for number in range(1, 21)]
@@ -319,7 +319,7 @@ async def test_all_routers_behind_a_name_are_met_and_left(monkeypatch: pytest.Mo
             return tuple(behind)
 
         monkeypatch.setattr("kvloop.gateway.routers.addresses", addresses)
-        monkeypatch.setattr("kvloop.gateway.routers._RESOLVE_EVERY_S", 0.02)
+        monkeypatch.setattr("kvloop.gateway.routers.RESOLVE_EVERY_S", 0.02)
         go = asyncio.Event()
 
         async def hang(number: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from router_fakes import make_info
 from router_sim import ids, sim_fleet, until_async
 
+from kvloop.metastore.registry import TTL_S
 from kvloop.metastore.registry import Worker as Announced
 from kvloop.router.discovery import Discovery
 from kvloop.router.settings import RouterSettings
@@ -18,6 +19,18 @@ from kvloop.v1alpha1 import worker_pb2
 
 ROLES = {"prefill": worker_pb2.WORKER_ROLE_PREFILL, "decode": worker_pb2.WORKER_ROLE_DECODE}
 NOWHERE = "127.0.0.1:9"
+
+
+class ManualClock:
+    """Time that a test moves."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
 
 
 def told(role: str, endpoint: str, epoch: str = "e", **fields: Any) -> Announced:
@@ -101,6 +114,27 @@ async def test_load_that_other_routers_cause_counts(busy: int) -> None:
     served = pool.resolve("", "")
     assert {pool.pick(served).decode for _ in range(20)} == {pool.decode[1 - busy]}
     assert pool.pick(served, prefer_decode=pool.decode[busy]).decode is pool.decode[1 - busy]
+    await pool.stop()
+
+
+async def test_a_load_counts_no_longer_than_it_is_announced() -> None:
+    clock = ManualClock()
+    pool = WorkerPool(RouterSettings(prefill_endpoints=("p:1",), decode_endpoints=("d:1",)), clock)
+    discovery, worker = Discovery(pool), pool.decode[0]
+    meet(worker, "decode")
+    busy = registry(told("decode", "d:1", load=40.0))
+    await discovery.apply(busy)
+    clock.now += TTL_S
+    assert worker.load == 40.0
+    await discovery.apply(busy)
+    clock.now += TTL_S
+    # The store is away, or the entry is gone and the worker is not.
+    await discovery.apply({})
+    assert worker.load == 40.0
+    clock.now += 0.1
+    assert worker.load == 0.0
+    worker.in_flight = 3
+    assert worker.load == 3.0
     await pool.stop()
 
 

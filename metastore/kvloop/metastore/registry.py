@@ -83,20 +83,23 @@ class WorkerRegistry:
         interval_s: float = WATCH_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> AsyncIterator[dict[str, Worker]]:
-        """Yield the workers, and again whenever anything about them has changed.
+        """Yield the workers, and again whenever anything about them has changed; while nothing has, as often
+        as they announce themselves, since what they said is still true.
 
         While the store is away nothing is yielded: the last known workers may still serve, and only calling
         them tells.
         """
         known: dict[str, Worker] | None = None
+        quiet_s = 0.0
         while True:
-            now = known
+            now: dict[str, Worker] | None = None
             with contextlib.suppress(DirectoryUnavailable):
                 now = await self.workers()
-            if now is not None and now != known:
-                known = now
+            if now is not None and (now != known or quiet_s >= TTL_S / ANNOUNCEMENTS_PER_TTL):
+                known, quiet_s = now, 0.0
                 yield now
             await sleep(interval_s)
+            quiet_s += interval_s
 
     async def keep_announcing(
         self,

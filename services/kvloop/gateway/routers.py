@@ -12,14 +12,12 @@ from contextlib import aclosing
 
 import grpc
 
-from kvloop.gateway.resolving import addresses
 from kvloop.gateway.router import RETRY_AFTER_S, Metadata, Router, failure_of, may_move
 from kvloop.runtime import background, endpoints
 from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.resolving import RESOLVE_EVERY_S, addresses
 from kvloop.runtime.security import PLAIN, Security
 from kvloop.v1alpha1 import router_service_pb2
-
-_RESOLVE_EVERY_S = 5.0
 
 
 class Routers:
@@ -126,7 +124,7 @@ class Routers:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(_RESOLVE_EVERY_S)
+            await asyncio.sleep(RESOLVE_EVERY_S)
             await self._resolve()
 
     async def _resolve(self) -> None:

@@ -13,6 +13,9 @@ from typing import TypeVar
 from kvloop.router.settings import RouterSettings
 from kvloop.runtime.errors import Failure, Reason
 
+_LOOK_AGAIN_S = 0.1
+"""How often those who wait for places look: that a worker is ready, or its pause over, nobody says."""
+
 V = TypeVar("V")
 
 
@@ -25,6 +28,7 @@ class Admission:
         """Turns let in that have not ended."""
         self._doors: deque[asyncio.Future[None]] = deque()
         self._places: deque[asyncio.Future[None]] = deque()
+        self._look_again: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
@@ -66,11 +70,21 @@ class Admission:
         if not self._places and (found := find()) is not None:
             return found
         limit = self._settings.max_turns_per_worker or 0
+        # Those ahead look first; what fits none of them may fit this one.
+        asyncio.get_running_loop().call_soon(self._look)
         return await self._wait(self._places, find, time_left_s, "every worker has its turns", limit)
 
     def freed(self) -> None:
         """Say that a place at a worker is free."""
         _wake(self._places)
+
+    def _look(self) -> None:
+        if self._look_again is not None:
+            self._look_again.cancel()
+            self._look_again = None
+        if self._places:
+            _wake(self._places)
+            self._look_again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look)
 
     async def _wait(
         self,

@@ -14,6 +14,7 @@ from kvloop.router.discovery import Discovery
 from kvloop.router.explain import Memory
 from kvloop.router.identity import Identities, load_secret
 from kvloop.router.legs import Background
+from kvloop.router.naming import Names
 from kvloop.router.servicer import SERVICE, RouterServicer
 from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Tools
@@ -132,10 +133,14 @@ class RouterApp:
         port = await self._server.start(settings.listen)
         self._endpoint = str(endpoints.parse(settings.listen)._replace(port=port))
         await self._server.set_ready(self._pool.can_serve())
-        self._tasks = [asyncio.create_task(self._follow(self._pool, self._server))]
+        names = Names(self._pool)
+        self._tasks = [
+            asyncio.create_task(self._follow(self._pool, self._server)),
+            asyncio.create_task(names.follow()),
+        ]
         if self._store is not None:
             if settings.discovers:
-                discovery = Discovery(self._pool)
+                discovery = Discovery(self._pool, names.workers)
                 self._tasks.append(asyncio.create_task(discovery.follow(self._store.registry)))
             self._tasks.append(asyncio.create_task(book.keep_sharing(self._store.estimates)))
         _log.info("router_listening", endpoint=self._endpoint)

@@ -7,7 +7,7 @@ forgotten.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from kvloop.metastore.registry import Worker as Announced
@@ -24,9 +24,10 @@ _log = logs.get("router")
 class Discovery:
     """Keeps a pool in step with a registry."""
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, pool: WorkerPool, named: Collection[AnyWorker] | None = None) -> None:
+        """Take the pool, and those that the settings name at any time; absent: those that it has now."""
         self._pool = pool
-        self._named: frozenset[AnyWorker] = frozenset((*pool.prefill, *pool.decode))
+        self._named = frozenset((*pool.prefill, *pool.decode)) if named is None else named
 
     async def follow(self, registry: WorkerRegistry) -> None:
         """Take in what the registry says, for ever."""

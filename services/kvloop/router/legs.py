@@ -130,8 +130,8 @@ def whole(request: PrefillRequest | DecodeRequest, prompt: bytes) -> bytes:
 class PrefillLink:
     """One prefill worker."""
 
-    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
-        self._channel = security.channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN, name: str = "") -> None:
+        self._channel = security.channel(endpoint, name)
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
         self._prefill: Any = self._channel.unary_unary(_PREFILL)
         self._caller = Caller(
@@ -188,8 +188,8 @@ class PrefillLink:
 class DecodeLink:
     """One decode worker."""
 
-    def __init__(self, endpoint: str, security: Security = PLAIN) -> None:
-        self._channel = security.channel(endpoint)
+    def __init__(self, endpoint: str, security: Security = PLAIN, name: str = "") -> None:
+        self._channel = security.channel(endpoint, name)
         self._stub: Any = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
         # Not the stub's: requests are serialized already, and answers stay serialized.
         self._decode: Any = self._channel.unary_stream(_DECODE)

@@ -20,7 +20,7 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     listen: str = "127.0.0.1:7600"
     """host:port of RouterService; port 0 takes any."""
     prefill_endpoints: tuple[str, ...] = ()
-    """host:port of PrefillServices; a comma-separated text does as well."""
+    """host:port of PrefillServices, comma-separated as a text; each address behind a name is one."""
     decode_endpoints: tuple[str, ...] = ()
     """host:port of DecodeServices."""
     discover: bool | None = None

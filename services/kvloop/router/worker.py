@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvloop.metastore.registry import TTL_S
 from kvloop.router.legs import DecodeLink, PrefillLink
 from kvloop.runtime import logs
 from kvloop.runtime.clock import Clock
@@ -77,8 +78,6 @@ class Worker(Generic[L]):
         self.info: worker_pb2.WorkerInfo | None = None
         self.in_flight = 0
         """Legs of this router's."""
-        self.reported_load = 0.0
-        """Turns it said it had, all routers' together; some seconds old."""
         self.places = 0
         """Turns of this router's that have a place there, their legs begun or not."""
         self.draining = False
@@ -88,6 +87,8 @@ class Worker(Generic[L]):
         self.direct_tokens = 0
         """Suffix tokens of DIRECT turns sent there that have no first token yet."""
         self._clock = clock
+        self._reported_load = 0.0
+        self._reported_at = float("-inf")
         self._answers = False
         self._unanswered = 0
         self._failures = 0
@@ -117,6 +118,13 @@ class Worker(Generic[L]):
         return self.present and self._clock.monotonic() >= self._paused_until
 
     @property
+    def reported_load(self) -> float:
+        """Return the turns it said it had, all routers' together; none once that is as old as it can be."""
+        if self._reported_load and self._clock.monotonic() - self._reported_at > TTL_S:
+            self._reported_load = 0.0
+        return self._reported_load
+
+    @property
     def load(self) -> float:
         """Return how many turns it has, as far as known."""
         return max(float(self.in_flight), self.reported_load)
@@ -134,7 +142,7 @@ class Worker(Generic[L]):
         if before is not None and before.epoch != info.epoch:
             # A new life: what the former one did wrong says nothing about it.
             self._failures, self._paused_until = 0, 0.0
-            self.reported_load, self.draining = 0.0, False
+            self._reported_load, self.draining = 0.0, False
             _log.info("worker_restarted", worker=self.name, endpoint=self.endpoint)
         changed = before is None or _facts(before) != _facts(info)
         if changed:
@@ -147,7 +155,8 @@ class Worker(Generic[L]):
         Another life is asked for its facts.
         """
         if self.info is not None and self.info.epoch == epoch:
-            self.reported_load, self.draining = load, draining
+            self._reported_load, self.draining = load, draining
+            self._reported_at = self._clock.monotonic()
         elif self.info is not None:
             self.ask_now.set()
 

@@ -123,14 +123,17 @@ class WorkerPool:
         for worker in workers:
             self._start_watching(worker)
 
-    async def add(self, role: str, endpoint: str) -> AnyWorker:
-        """Ask a worker ("prefill" or "decode") for its facts and take it in."""
+    async def add(self, role: str, endpoint: str, name: str = "") -> AnyWorker:
+        """Ask a worker ("prefill" or "decode") for its facts and take it in.
+
+        name: whose certificate is expected there, if not endpoint's.
+        """
         prefills = role == "prefill"
         worker: AnyWorker
         if prefills:
-            worker = Worker(endpoint, PrefillLink(endpoint, self._security), self._clock)
+            worker = Worker(endpoint, PrefillLink(endpoint, self._security, name), self._clock)
         else:
-            worker = Worker(endpoint, DecodeLink(endpoint, self._security), self._clock)
+            worker = Worker(endpoint, DecodeLink(endpoint, self._security, name), self._clock)
         try:
             await self._ask(worker)
         except BaseException:
