@@ -66,6 +66,22 @@ async def test_another_decode_worker_is_taken_while_there_is_one(
     assert {pool.pick(served, prefer_decode=d0).decode for _ in range(20)} == {d0}
 
 
+async def test_a_prefill_worker_that_some_decode_worker_can_read_from_is_taken(pool: WorkerPool) -> None:
+    served = pool.resolve("m", "")
+    p0, p1 = pool.prefill
+    pool.pairs.failed(pool.decode[0], p0)
+    homes = [bytes([n]) for n in range(20)]
+    assert {pool.pick(served, home=home).prefill for home in homes} == {p0, p1}
+    # The other decode worker has failed this turn.
+    avoid = {pool.decode[1]}
+    assert {pool.pick(served, home=home, avoid=avoid).prefill for home in homes} == {p1}
+    pool.pairs.failed(pool.decode[1], p0)
+    assert {pool.pick(served, home=home).prefill for home in homes} == {p1}
+    for decode in pool.decode:
+        pool.pairs.failed(decode, p1)
+    assert {pool.pick(served, home=home).prefill for home in homes} == {p0, p1}
+
+
 async def test_another_prefill_worker_reads_back(pool: WorkerPool) -> None:
     served = pool.resolve("m", "")
     p0, p1 = pool.prefill

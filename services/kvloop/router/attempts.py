@@ -330,9 +330,14 @@ def _taker(turn: Turn, tools: Tools, relay: Relay, scope: asyncio.Timeout) -> Ca
 
 def _note_handoff(turn: Turn, tools: Tools, *, failed: bool) -> None:
     assert turn.pair is not None
-    if turn.pair.prefill is not None:
-        note = tools.pool.pairs.failed if failed else tools.pool.pairs.succeeded
-        note(turn.pair.decode, turn.pair.prefill)
+    prefill = turn.pair.prefill
+    if prefill is None:
+        return
+    if failed:
+        # Which of the two is to blame can't be told: the next attempt has another P as well as another D.
+        turn.avoid.add(prefill)
+    note = tools.pool.pairs.failed if failed else tools.pool.pairs.succeeded
+    note(turn.pair.decode, prefill)
 
 
 def _heard_first(turn: Turn, tools: Tools) -> None:

@@ -271,8 +271,10 @@ class WorkerPool:
         prefills = [w for w in prefills if w not in avoid] or prefills
         if reads_from is not None:
             prefills = [w for w in prefills if not self.pairs.rests(w, reads_from)] or prefills
-        prefill = self._place_prefill(prefills, home)
         decodes = [w for w in decodes if w not in avoid] or decodes
+        if len(self.pairs):
+            prefills = [w for w in prefills if not all(self.pairs.rests(d, w) for d in decodes)] or prefills
+        prefill = self._place_prefill(prefills, home)
         decodes = [w for w in decodes if not self.pairs.rests(w, prefill)] or decodes
         return Pair(prefill, self._place_decode(decodes, prefer_decode))
 
