@@ -53,6 +53,18 @@ async def test_a_pair_rests_longer_each_time_and_a_new_life_is_a_new_pair(pool: 
     assert not pairs.rests(p, d)
 
 
+async def test_reads_that_fail_together_are_one_failure(pool: WorkerPool) -> None:
+    clock = ManualClock()
+    pairs, p, d = Pairs(clock), pool.prefill[0], pool.decode[0]
+    for rest in (FIRST_REST_S, 2 * FIRST_REST_S):
+        for _ in range(8):
+            pairs.failed(p, d)
+            clock.now += rest / 10
+        assert pairs.rests(p, d)
+        clock.now += rest / 4
+        assert not pairs.rests(p, d)
+
+
 async def test_another_decode_worker_is_taken_while_there_is_one(
     pool: WorkerPool,
 ) -> None:

@@ -185,11 +185,16 @@ class Worker(Generic[L]):
         return Calling(self._calls, limit_s, heard)
 
     def failed(self) -> None:
-        """Note a failed leg: no turns for a while, longer each time in a row."""
+        """Note a failed leg: no turns for a while, longer each time in a row.
+
+        Legs that fail during a pause began before it: one broken connection fails them all.
+        """
+        self.ask_now.set()
+        if self._clock.monotonic() < self._paused_until:
+            return
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 16)
         self._paused_until = self._clock.monotonic() + pause
-        self.ask_now.set()
 
     def succeeded(self) -> None:
         """Note a leg that did its work."""
