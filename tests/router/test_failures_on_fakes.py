@@ -295,6 +295,28 @@ async def test_a_silent_decode_worker_is_given_up() -> None:
         await until(lambda: sum(d.cancelled for d in fleet.decodes) == 1, "the cancellation")
 
 
+async def test_an_answer_that_stands_still_at_a_worker_that_answers_questions_goes_on_elsewhere() -> None:
+    async with fake_fleet(decodes=2) as fleet:
+        hung: list[int] = []
+
+        async def hang(number: int) -> None:
+            if number == 2 and not hung:
+                hung.append(number)
+                await asyncio.Event().wait()
+
+        for decode in fleet.decodes:
+            decode.on_chunk = hang
+        app = await fleet.router(chunk_timeout_s=0.2)
+        client = await fleet.client(app)
+        answer = await client.say(LONG)
+        assert len(answer.token_ids) == len(ANSWER)
+        assert answer.summary is not None
+        assert answer.summary.migrated
+        assert all(worker.present for worker in app.pool.decode)
+        await until(lambda: sum(d.cancelled for d in fleet.decodes) == 1, "the cancellation")
+        await settled(fleet, app)
+
+
 async def test_a_silent_prefill_worker_is_given_up() -> None:
     async with fake_fleet(prefills=2) as fleet:
         hung: list[int] = []

@@ -18,7 +18,7 @@ from kvloop.router.planning import look_again, verdict
 from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn, leave
 from kvloop.router.verdict import Verdict, Why
-from kvloop.router.worker import AnyWorker, DecodeWorker, PrefillWorker
+from kvloop.router.worker import AnyWorker, Calling, DecodeWorker, PrefillWorker
 from kvloop.router.workers import Pair
 from kvloop.runtime import logs
 from kvloop.runtime.errors import Failure, Reason
@@ -307,21 +307,20 @@ async def _decode(turn: Turn, tools: Tools, relay: Relay) -> None:
 async def _decode_call(turn: Turn, tools: Tools, relay: Relay, worker: DecodeWorker) -> None:
     limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
     try:
-        async with worker.calling(limit, lambda: turn.heard) as scope:
-            take = _taker(turn, tools, relay, scope)
+        async with worker.calling(limit, lambda: turn.heard) as calling:
+            take = _taker(turn, tools, relay, calling)
             await worker.link.decode(decode_request(turn), turn.leg_prompt, turn.time_left_s(), take)
     except TimeoutError:
         raise timed_out("chunk") from None
 
 
-def _taker(turn: Turn, tools: Tools, relay: Relay, scope: asyncio.Timeout) -> Callable[[bytes], None]:
-    """Return what passes a leg's events on; scope bounds the wait for the first one."""
+def _taker(turn: Turn, tools: Tools, relay: Relay, calling: Calling) -> Callable[[bytes], None]:
+    """Return what passes a leg's events on; calling bounds the wait for each."""
     heard_before = turn.heard
 
     def take(raw: bytes) -> None:
         if turn.heard == heard_before:
-            if not scope.expired():
-                scope.reschedule(None)
+            calling.bound_silence(tools.settings.chunk_timeout_s)
             _heard_first(turn, tools)
         _pass_on(turn, relay, raw)
 
