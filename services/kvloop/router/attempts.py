@@ -121,7 +121,7 @@ async def prefill(turn: Turn, tools: Tools) -> None:
         except LegFailed as failed:
             if not failed.lease_missing or turn.looked_again:
                 raise
-            await look_again(turn, tools)
+            await look_again(turn, tools, direct=False)
             turn.attempt_id = secrets.token_hex(16)
             turn.prefilled = await _prefill_once(turn, tools)
 

@@ -78,8 +78,11 @@ def _take(turn: Turn, found: PrefixFound | None) -> None:
     turn.moves, turn.predecessor = False, None
 
 
-def verdict(turn: Turn, tools: Tools) -> None:
-    """Decide how the prompt's KV comes about, from what is known before the first leg."""
+def verdict(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
+    """Decide how the prompt's KV comes about, from what is known before the first leg.
+
+    direct: whether the turn may still go without a prefill leg.
+    """
     with turn.timed("verdict"):
         entry = turn.entry
         turn.holder = None
@@ -108,7 +111,7 @@ def verdict(turn: Turn, tools: Tools) -> None:
             lease=lease,
             holder=holder,
             expected=expected,
-            direct=_direct_limits(turn, settings),
+            direct=_direct_limits(turn, settings) if direct else None,
             costs=costs if settings.by_cost and not _reads_back_anyway(turn) else None,
         )
         turn.decision = verdicts.decide(question)
@@ -186,10 +189,11 @@ def _ruled_out(turn: Turn, settings: RouterSettings) -> "turn_pb2.ReuseReason.Va
     return forbidden
 
 
-async def look_again(turn: Turn, tools: Tools) -> None:
+async def look_again(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
     """After a worker found the lease gone: a sibling may have published a longer one meanwhile.
 
     A turn looks again at most once, and goes cold when the directory still names the lease that is gone.
+    direct: as for verdict.
     """
     assert not turn.looked_again
     turn.looked_again = True
@@ -201,4 +205,4 @@ async def look_again(turn: Turn, tools: Tools) -> None:
             turn.entry = None
     if turn.entry is not None and turn.entry.lease_id == gone:
         turn.entry = None
-    verdict(turn, tools)
+    verdict(turn, tools, direct=direct)
