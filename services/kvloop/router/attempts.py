@@ -68,11 +68,15 @@ async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
     settings = tools.settings
     patience = settings.migration_wait_s if turn.streaming else settings.worker_wait_s
     until = tools.clock.monotonic() + min(patience, turn.time_left_s())
+
+    def find() -> Pair | None:
+        return _find(turn, tools, reads_back=reads_back)
+
     while True:
         try:
-            return await tools.admission.place(
-                lambda: _find(turn, tools, reads_back=reads_back), turn.time_left_s()
-            )
+            # An answer that has begun does not stand in the line, which may be full.
+            found = find() if turn.streaming else None
+            return found or await tools.admission.place(find, turn.time_left_s())
         except Failure as failure:
             # A worker that pauses or restarts is soon ready again.
             if failure.reason != Reason.ERROR_REASON_NO_WORKER or tools.clock.monotonic() >= until:
