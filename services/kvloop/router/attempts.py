@@ -9,9 +9,9 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from kvloop.router import beginning
+from kvloop.router import beginning, placing
 from kvloop.router import verdict as verdicts
-from kvloop.router.costs import compute_features
+from kvloop.router.costs import compute_features, prefill_leg
 from kvloop.router.legs import CHUNK_TAG, LegFailed, timed_out
 from kvloop.router.migration import Replay, lost
 from kvloop.router.planning import look_again, verdict
@@ -69,8 +69,10 @@ async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
     patience = settings.migration_wait_s if turn.streaming else settings.worker_wait_s
     until = tools.clock.monotonic() + min(patience, turn.time_left_s())
 
+    ahead = _ahead(turn, tools)
+
     def find() -> Pair | None:
-        return _find(turn, tools, reads_back=reads_back)
+        return _find(turn, tools, ahead, reads_back=reads_back)
 
     while True:
         try:
@@ -84,7 +86,13 @@ async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
 
-def _find(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair | None:
+def _ahead(turn: Turn, tools: Tools) -> placing.Ahead:
+    rates = tools.book.rates(turn.served, None, None)
+    own_ms = prefill_leg(turn.to_read, turn.prompt_tokens, rates)
+    return placing.Ahead(placing.prefill_ms(own_ms), placing.decode_ms(rates.first_step_ms))
+
+
+def _find(turn: Turn, tools: Tools, ahead: placing.Ahead, *, reads_back: bool) -> Pair | None:
     try:
         return tools.pool.pick(
             turn.served,
@@ -95,6 +103,7 @@ def _find(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair | None:
             reads_from=turn.holder if reads_back else None,
             # An answer that has begun does not wait behind those that have not.
             limit=None if turn.streaming else tools.settings.max_turns_per_worker,
+            ahead=ahead,
         )
     except Failure as failure:
         if failure.reason == Reason.ERROR_REASON_OVERLOADED:
@@ -272,10 +281,9 @@ def _computed(worker: DecodeWorker, suffix: int, work_ms: float) -> None:
 
 
 def _expected_prefill_ms(turn: Turn, tools: Tools) -> float:
-    assert turn.pair is not None
-    start = turn.decided.expected_tokens if turn.decided.verdict == Verdict.VERDICT_READBACK else 0
-    rates = tools.book.rates(turn.served, turn.pair.prefill, turn.pair.decode)
-    return rates.prefill.ms(compute_features(min(start, turn.prompt_tokens), turn.prompt_tokens))
+    # Not the read: meanwhile the engine computes for others.
+    rates = tools.book.rates(turn.served, None, None)
+    return rates.prefill.ms(compute_features(turn.to_read, turn.prompt_tokens))
 
 
 async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:

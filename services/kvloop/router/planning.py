@@ -5,6 +5,7 @@ import asyncio
 from kvloop.metastore.hints import hint_lengths
 from kvloop.metastore.port import DirectoryUnavailable, PrefixFound
 from kvloop.router import costs as cost_model
+from kvloop.router import placing
 from kvloop.router import verdict as verdicts
 from kvloop.router.explain import Weighed
 from kvloop.router.settings import RouterSettings
@@ -119,8 +120,9 @@ def verdict(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
 
 
 def _work(turn: Turn, tools: Tools, expected: verdicts.Expected) -> tuple[cost_model.Work, cost_model.Rates]:
-    prefill = tools.pool.likely_prefill(turn.served, turn.home)
     reusable = max(0, min(expected.upper, turn.prompt_tokens) - 1)
+    own_ms = cost_model.prefill_leg(reusable, turn.prompt_tokens, tools.book.rates(turn.served, None, None))
+    prefill = tools.pool.likely_prefill(turn.served, turn.home, placing.prefill_ms(own_ms))
     work = cost_model.Work(
         prompt=turn.prompt_tokens,
         reusable=reusable,
