@@ -1,4 +1,4 @@
-"""One attempt of a turn: two workers, two legs, and what happens when one of them fails.
+"""One attempt of a turn: two legs, and what happens when one of them fails.
 
 Nothing waits between the legs: the prefill worker holds its blocks only for a short time. A DIRECT attempt
 has one worker and one leg; when that worker can't prove or pin what it holds, it says so before any token
@@ -9,9 +9,9 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from kvloop.router import beginning, placing
+from kvloop.router import beginning
 from kvloop.router import verdict as verdicts
-from kvloop.router.costs import compute_features, prefill_leg
+from kvloop.router.costs import compute_features
 from kvloop.router.legs import CHUNK_TAG, LegFailed, timed_out
 from kvloop.router.migration import Replay, lost
 from kvloop.router.planning import look_again, verdict
@@ -19,13 +19,11 @@ from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn, leave
 from kvloop.router.verdict import Verdict, Why
 from kvloop.router.worker import AnyWorker, Calling, DecodeWorker, PrefillWorker
-from kvloop.router.workers import Pair
 from kvloop.runtime import logs
-from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.errors import Reason
 from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, turn_pb2
 
 _TELL_TIMEOUT_S = 3.0
-_LOOK_AGAIN_S = 0.1
 # What a holder answers that will not go on from its lease, and what that says of the lease. UNSPECIFIED:
 # nothing, it may still be read.
 _REFUSALS = {
@@ -38,92 +36,6 @@ _REFUSALS = {
 }
 
 _log = logs.get("router")
-
-
-async def place(turn: Turn, tools: Tools) -> None:
-    """Choose the two workers of a new attempt. Failure NO_WORKER."""
-    with turn.timed("place"):
-        turn.new_attempt()
-        limit = tools.settings.max_turns_per_worker
-        if turn.is_direct and turn.holder is not None and limit is not None and turn.holder.places >= limit:
-            turn.direct_refused = True
-            verdict(turn, tools)
-        if turn.is_direct:
-            assert turn.holder is not None
-            turn.pair = Pair(None, turn.holder)
-            _take_places(turn)
-            return
-        reads_back = turn.decided.verdict == Verdict.VERDICT_READBACK
-        turn.pair = await _pick(turn, tools, reads_back=reads_back)
-        _take_places(turn)
-        info = turn.pair.prefill.info if turn.pair.prefill is not None else None
-        # A prefill engine that can't read back would wait for the handle's blocks for ever.
-        if reads_back and (info is None or not info.bidirectional_kv_xfer):
-            turn.decision = verdicts.cold(Why.REUSE_REASON_INCOMPATIBLE)
-        elif reads_back and _rests(turn, tools):
-            turn.decision = verdicts.cold(Why.REUSE_REASON_READ_FAILED)
-
-
-async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
-    settings = tools.settings
-    patience = settings.migration_wait_s if turn.streaming else settings.worker_wait_s
-    until = tools.clock.monotonic() + min(patience, turn.time_left_s())
-
-    ahead = _ahead(turn, tools)
-
-    def find() -> Pair | None:
-        return _find(turn, tools, ahead, reads_back=reads_back)
-
-    while True:
-        try:
-            # An answer that has begun does not stand in the line, which may be full.
-            found = find() if turn.streaming else None
-            return found or await tools.admission.place(find, turn.time_left_s())
-        except Failure as failure:
-            # A worker that pauses or restarts is soon ready again.
-            if failure.reason != Reason.ERROR_REASON_NO_WORKER or tools.clock.monotonic() >= until:
-                raise
-            await asyncio.sleep(_LOOK_AGAIN_S)
-
-
-def _ahead(turn: Turn, tools: Tools) -> placing.Ahead:
-    rates = tools.book.rates(turn.served, None, None)
-    own_ms = prefill_leg(turn.to_read, turn.prompt_tokens, rates)
-    return placing.Ahead(placing.prefill_ms(own_ms), placing.decode_ms(rates.first_step_ms))
-
-
-def _find(turn: Turn, tools: Tools, ahead: placing.Ahead, *, reads_back: bool) -> Pair | None:
-    try:
-        return tools.pool.pick(
-            turn.served,
-            prefer_decode=None if turn.moves else turn.holder,
-            avoid=turn.avoid,
-            reads_back=reads_back,
-            home=turn.home,
-            reads_from=turn.holder if reads_back else None,
-            # An answer that has begun does not wait behind those that have not.
-            limit=None if turn.streaming else tools.settings.max_turns_per_worker,
-            ahead=ahead,
-        )
-    except Failure as failure:
-        if failure.reason == Reason.ERROR_REASON_OVERLOADED:
-            return None
-        raise
-
-
-def _rests(turn: Turn, tools: Tools) -> bool:
-    pair, holder = turn.pair, turn.holder
-    if pair is None or pair.prefill is None or holder is None:
-        return False
-    return tools.pool.pairs.rests(pair.prefill, holder)
-
-
-def _take_places(turn: Turn) -> None:
-    assert turn.pair is not None
-    for worker in (turn.pair.prefill, turn.pair.decode):
-        if worker is not None:
-            worker.places += 1
-            turn.places.append(worker)
 
 
 async def prefill(turn: Turn, tools: Tools) -> None:

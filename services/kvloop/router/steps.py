@@ -11,12 +11,13 @@ later, the answer goes on there (migration.py).
 import asyncio
 import secrets
 
-from kvloop.router.attempts import decode, go_on, place, prefill
+from kvloop.router.attempts import decode, go_on, prefill
 from kvloop.router.beginning import begin
 from kvloop.router.explain import reuse_of
 from kvloop.router.identity import SCOPE_BYTES, Owner
 from kvloop.router.legs import LegFailed
 from kvloop.router.migration import bounded, repeatable
+from kvloop.router.pairing import place
 from kvloop.router.planning import lookup, verdict
 from kvloop.router.recovery import start_again
 from kvloop.router.relay import Relay
