@@ -130,6 +130,7 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
     holder = {"enable_prefix_caching": True, "soft_hints": True}
     link = {
         "first_chunk_timeout_s": 120.0,
+        "chunk_timeout_s": 120.0,
         "tokens_file": str(_tokens_file(folder)),
         "info_interval_s": 0.2,
         # A case says which way its turns take.

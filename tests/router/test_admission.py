@@ -243,6 +243,31 @@ async def test_a_worker_has_no_more_turns_than_its_limit() -> None:
         assert most == 2
 
 
+async def test_an_answer_that_has_begun_goes_on_though_the_line_is_full() -> None:
+    async with fake_fleet() as fleet:
+        gate = asyncio.Event()
+
+        async def fail(number: int) -> None:
+            if number == 2:
+                await gate.wait()
+                fleet.decodes[0].on_chunk = None
+                raise Failure(Reason.ERROR_REASON_KV_READ_FAILED, "late")
+
+        fleet.decodes[0].on_chunk = fail
+        app = await fleet.router(max_turns_per_worker=1, max_queued_turns=1, queue_timeout_ms=60_000)
+        client = await fleet.client(app)
+        begun = asyncio.create_task(client.say(LONG))
+        await until(lambda: len(fleet.decodes[0].requests) == 1, "the begun turn's second leg")
+        waits = asyncio.create_task(client.say(LONG, "other"))
+        await until(lambda: app.waiting == 1, "a full line")
+        gate.set()
+        answer = await begun
+        assert len(answer.token_ids) == len(ANSWER)
+        assert answer.summary is not None
+        assert answer.summary.migrated
+        await answers([waits])
+
+
 async def test_a_failed_attempt_gives_its_places_back() -> None:
     async with fake_fleet() as fleet:
 

@@ -94,6 +94,27 @@ async def test_a_readback_whose_turn_fails_is_done_again_cold() -> None:
         await settled(fleet, app)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_hand_over_that_fails_is_done_again_from_another_prefill_worker(begun: bool) -> None:
+    async with fake_fleet(prefills=2) as fleet:
+
+        async def fail(_: int) -> None:
+            fleet.decodes[0].on_chunk = None
+            raise Failure(Reason.ERROR_REASON_KV_READ_FAILED, "the guard refused")
+
+        fleet.decodes[0].on_chunk = fail
+        for prefill in fleet.prefills if begun else ():
+            prefill.first = turn_pb2.Chunk(token_ids=tokens.pack(ANSWER[:1]), text="<1>")
+        app = await fleet.router()
+        client = await fleet.client(app)
+        answer = await client.say(LONG)
+        assert answer.summary is not None
+        assert answer.summary.migrated == begun
+        assert len(answer.token_ids) == len(ANSWER)
+        assert [len(p.requests) for p in fleet.prefills] == [1, 1]
+        await settled(fleet, app)
+
+
 async def test_tries_are_limited_and_the_last_failure_is_told() -> None:
     async with fake_fleet() as fleet:
 
@@ -272,6 +293,28 @@ async def test_a_silent_decode_worker_is_given_up() -> None:
         assert answer.token_ids == ANSWER
         assert answer.reuse.retried
         await until(lambda: sum(d.cancelled for d in fleet.decodes) == 1, "the cancellation")
+
+
+async def test_an_answer_that_stands_still_at_a_worker_that_answers_questions_goes_on_elsewhere() -> None:
+    async with fake_fleet(decodes=2) as fleet:
+        hung: list[int] = []
+
+        async def hang(number: int) -> None:
+            if number == 2 and not hung:
+                hung.append(number)
+                await asyncio.Event().wait()
+
+        for decode in fleet.decodes:
+            decode.on_chunk = hang
+        app = await fleet.router(chunk_timeout_s=0.2)
+        client = await fleet.client(app)
+        answer = await client.say(LONG)
+        assert len(answer.token_ids) == len(ANSWER)
+        assert answer.summary is not None
+        assert answer.summary.migrated
+        assert all(worker.present for worker in app.pool.decode)
+        await until(lambda: sum(d.cancelled for d in fleet.decodes) == 1, "the cancellation")
+        await settled(fleet, app)
 
 
 async def test_a_silent_prefill_worker_is_given_up() -> None:

@@ -53,6 +53,18 @@ async def test_a_pair_rests_longer_each_time_and_a_new_life_is_a_new_pair(pool: 
     assert not pairs.rests(p, d)
 
 
+async def test_reads_that_fail_together_are_one_failure(pool: WorkerPool) -> None:
+    clock = ManualClock()
+    pairs, p, d = Pairs(clock), pool.prefill[0], pool.decode[0]
+    for rest in (FIRST_REST_S, 2 * FIRST_REST_S):
+        for _ in range(8):
+            pairs.failed(p, d)
+            clock.now += rest / 10
+        assert pairs.rests(p, d)
+        clock.now += rest / 4
+        assert not pairs.rests(p, d)
+
+
 async def test_another_decode_worker_is_taken_while_there_is_one(
     pool: WorkerPool,
 ) -> None:
@@ -64,6 +76,22 @@ async def test_another_decode_worker_is_taken_while_there_is_one(
     for prefill in pool.prefill:
         pool.pairs.failed(d1, prefill)
     assert {pool.pick(served, prefer_decode=d0).decode for _ in range(20)} == {d0}
+
+
+async def test_a_prefill_worker_that_some_decode_worker_can_read_from_is_taken(pool: WorkerPool) -> None:
+    served = pool.resolve("m", "")
+    p0, p1 = pool.prefill
+    pool.pairs.failed(pool.decode[0], p0)
+    homes = [bytes([n]) for n in range(20)]
+    assert {pool.pick(served, home=home).prefill for home in homes} == {p0, p1}
+    # The other decode worker has failed this turn.
+    avoid = {pool.decode[1]}
+    assert {pool.pick(served, home=home, avoid=avoid).prefill for home in homes} == {p1}
+    pool.pairs.failed(pool.decode[1], p0)
+    assert {pool.pick(served, home=home).prefill for home in homes} == {p1}
+    for decode in pool.decode:
+        pool.pairs.failed(decode, p1)
+    assert {pool.pick(served, home=home).prefill for home in homes} == {p0, p1}
 
 
 async def test_another_prefill_worker_reads_back(pool: WorkerPool) -> None:

@@ -1,7 +1,9 @@
 """Choices among many workers: the same promises as among few, without looking at all of them."""
 
+import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,6 +191,34 @@ async def test_a_worker_that_is_heard_of_is_asked_seldom_and_a_silent_one_at_onc
     assert not worker.worth_asking(10.0)
     worker.not_answered(slow=True)
     assert worker.worth_asking(10.0)
+
+
+async def test_silence_has_a_bound_that_begins_anew_with_what_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, looks, heard = asyncio.get_running_loop(), list[Callable[[], None]](), 0
+
+    def later(after_s: float, look: Callable[[], None]) -> asyncio.TimerHandle:
+        assert after_s == 15.0
+        looks.append(look)
+        return loop.call_at(loop.time() + 3600, look)
+
+    monkeypatch.setattr(loop, "call_later", later)
+    worker: Worker[Any] = Worker("d:1", None, CLOCK)
+
+    async def call() -> None:
+        nonlocal heard
+        async with worker.calling(3600, lambda: heard) as calling:
+            calling.bound_silence(60.0)
+            for at in range(8):
+                heard += at == 3
+                assert len(looks) == at + 1, "neither three looks nor the one that heard something end it"
+                looks[-1]()
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await call()
+    assert len(looks) == 8
 
 
 async def test_a_new_life_in_the_registry_is_asked_for_its_facts() -> None:

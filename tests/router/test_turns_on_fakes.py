@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 import pytest
-from router_fakes import FakeFleet, collect, expected_answer, fake_fleet, make_request, until
+from router_fakes import FakeFleet, collect, expected_answer, fake_fleet, make_entry, make_request, until
 
 from kvloop.runtime import tokens
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
@@ -157,6 +157,34 @@ async def test_a_gone_lease_is_looked_up_once_more() -> None:
         asked = [r.read_source.lease_id for r in prefill.requests[1:]]
         assert asked == [first.summary.lease.lease_id, "longer"]
         assert len({r.request_id for r in prefill.requests}) == 3
+
+
+async def test_what_is_found_instead_of_a_gone_lease_is_read_back_though_it_would_do_for_direct() -> None:
+    async with fake_fleet() as fleet:
+        fleet.decodes[0].info.prefix_caching = True
+        client = await fleet.client(await fleet.router(direct=True, direct_max_suffix=3))
+        first = await client.say(LONG)
+        assert first.summary is not None
+        prompt = [*LONG, *first.token_ids, 1, 2, 3, 4, 5]
+        prefill, [decode] = fleet.prefills[0], fleet.decodes
+        prefill.missing.add(first.summary.lease.lease_id)
+
+        async def sibling() -> None:
+            prefill.on_prefill = None
+            scope = decode.requests[0].scope
+            longer = make_entry(
+                scope.digest_key,
+                tokens.pack(prompt[:-2]),
+                endpoint=decode.host.endpoint,
+                epoch=decode.info.epoch,
+                turn_start_us=2**52,
+            )
+            await fleet.directory.publish(scope.scope, longer, 60)
+
+        prefill.on_prefill = sibling
+        answer = await client.say(prompt)
+        assert answer.way == ("READBACK", "PROVEN")
+        assert answer.reuse.tokens.readback == len(prompt) - 2
 
 
 async def test_a_gone_lease_that_nobody_replaced_is_cold() -> None:

@@ -184,6 +184,19 @@ async def test_a_failed_worker_pauses_longer_each_time() -> None:
     await pool.stop()
 
 
+async def test_legs_of_one_broken_connection_are_one_failure() -> None:
+    pool = await pool_of([{}], [{}])
+    worker = pool.prefill[0]
+    for pause in (0.25, 0.5):
+        for _ in range(8):
+            worker.failed()
+            CLOCK.now += pause / 10
+        assert not worker.ready
+        CLOCK.now += pause / 4
+        assert worker.ready
+    await pool.stop()
+
+
 async def test_a_new_epoch_wipes_the_slate() -> None:
     pool = await pool_of([{}], [{"epoch": "one"}])
     worker = pool.decode[0]

@@ -18,7 +18,12 @@ STARTED = "Ctrl-C stops it."
 MODEL = "smollm2"
 START_S = 280
 # A busy machine must not decide what is reused.
-PATIENT = {"directory_timeout_ms": 2000.0, "prefill_timeout_s": 600.0, "first_chunk_timeout_s": 600.0}
+PATIENT = {
+    "directory_timeout_ms": 2000.0,
+    "prefill_timeout_s": 600.0,
+    "first_chunk_timeout_s": 600.0,
+    "chunk_timeout_s": 600.0,
+}
 STOP_S = 60
 SIMULATED = "simulated"
 

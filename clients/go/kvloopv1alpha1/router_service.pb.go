@@ -999,13 +999,13 @@ type ExplainTurnResponse struct {
 
 	// The turn.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// "ok", or the reason with which the turn failed.
+	// "ok", "cancelled", or the reason with which the turn failed.
 	Outcome string `protobuf:"bytes,2,opt,name=outcome,proto3" json:"outcome,omitempty"`
 	// What was decided before the first leg.
 	DecidedVerdict Verdict `protobuf:"varint,3,opt,name=decided_verdict,json=decidedVerdict,proto3,enum=kvloop.v1alpha1.Verdict" json:"decided_verdict,omitempty"`
 	// Why.
 	DecidedReason ReuseReason `protobuf:"varint,4,opt,name=decided_reason,json=decidedReason,proto3,enum=kvloop.v1alpha1.ReuseReason" json:"decided_reason,omitempty"`
-	// What came of it.
+	// What came of it, as in the turn's Summary.
 	Reuse *Reuse `protobuf:"bytes,5,opt,name=reuse,proto3" json:"reuse,omitempty"`
 	// Tokens of the prompt.
 	PromptTokens uint32 `protobuf:"varint,6,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
@@ -1250,7 +1250,7 @@ type CostEstimate struct {
 	ReadbackMs float64 `protobuf:"fixed64,2,opt,name=readback_ms,json=readbackMs,proto3" json:"readback_ms,omitempty"`
 	// Of a RECOMPUTE turn.
 	RecomputeMs float64 `protobuf:"fixed64,3,opt,name=recompute_ms,json=recomputeMs,proto3" json:"recompute_ms,omitempty"`
-	// Work ahead at the least busy prefill worker, in milliseconds.
+	// Work ahead at the prefill worker that the turn would go to, in milliseconds.
 	PrefillWaitMs float64 `protobuf:"fixed64,4,opt,name=prefill_wait_ms,json=prefillWaitMs,proto3" json:"prefill_wait_ms,omitempty"`
 	// Work ahead at the holder.
 	DecodeWaitMs float64 `protobuf:"fixed64,5,opt,name=decode_wait_ms,json=decodeWaitMs,proto3" json:"decode_wait_ms,omitempty"`

@@ -508,7 +508,7 @@ class ExplainTurnResponse(_message.Message):
     request_id: _builtins.str
     """The turn."""
     outcome: _builtins.str
-    """"ok", or the reason with which the turn failed."""
+    """"ok", "cancelled", or the reason with which the turn failed."""
     decided_verdict: _turn_pb2.Verdict.ValueType
     """What was decided before the first leg."""
     decided_reason: _turn_pb2.ReuseReason.ValueType
@@ -547,7 +547,7 @@ class ExplainTurnResponse(_message.Message):
     """How often the answer was taken up by another decode worker after it had begun."""
     @_builtins.property
     def reuse(self) -> _turn_pb2.Reuse:
-        """What came of it."""
+        """What came of it, as in the turn's Summary."""
 
     @_builtins.property
     def costs(self) -> Global___CostEstimate:
@@ -616,7 +616,7 @@ class CostEstimate(_message.Message):
     recompute_ms: _builtins.float
     """Of a RECOMPUTE turn."""
     prefill_wait_ms: _builtins.float
-    """Work ahead at the least busy prefill worker, in milliseconds."""
+    """Work ahead at the prefill worker that the turn would go to, in milliseconds."""
     decode_wait_ms: _builtins.float
     """Work ahead at the holder."""
     first_step_ms: _builtins.float

@@ -1,4 +1,4 @@
-"""One attempt of a turn: two workers, two legs, and what happens when one of them fails.
+"""One attempt of a turn: two legs, and what happens when one of them fails.
 
 Nothing waits between the legs: the prefill worker holds its blocks only for a short time. A DIRECT attempt
 has one worker and one leg; when that worker can't prove or pin what it holds, it says so before any token
@@ -18,14 +18,12 @@ from kvloop.router.planning import look_again, verdict
 from kvloop.router.relay import Relay
 from kvloop.router.turn import Tools, Turn, leave
 from kvloop.router.verdict import Verdict, Why
-from kvloop.router.worker import AnyWorker, DecodeWorker, PrefillWorker
-from kvloop.router.workers import Pair
+from kvloop.router.worker import AnyWorker, Calling, DecodeWorker, PrefillWorker
 from kvloop.runtime import logs
-from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.errors import Reason
 from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, prefill_service_pb2, turn_pb2
 
 _TELL_TIMEOUT_S = 3.0
-_LOOK_AGAIN_S = 0.1
 # What a holder answers that will not go on from its lease, and what that says of the lease. UNSPECIFIED:
 # nothing, it may still be read.
 _REFUSALS = {
@@ -40,79 +38,6 @@ _REFUSALS = {
 _log = logs.get("router")
 
 
-async def place(turn: Turn, tools: Tools) -> None:
-    """Choose the two workers of a new attempt. Failure NO_WORKER."""
-    with turn.timed("place"):
-        turn.new_attempt()
-        limit = tools.settings.max_turns_per_worker
-        if turn.is_direct and turn.holder is not None and limit is not None and turn.holder.places >= limit:
-            turn.direct_refused = True
-            verdict(turn, tools)
-        if turn.is_direct:
-            assert turn.holder is not None
-            turn.pair = Pair(None, turn.holder)
-            _take_places(turn)
-            return
-        reads_back = turn.decided.verdict == Verdict.VERDICT_READBACK
-        turn.pair = await _pick(turn, tools, reads_back=reads_back)
-        _take_places(turn)
-        info = turn.pair.prefill.info if turn.pair.prefill is not None else None
-        # A prefill engine that can't read back would wait for the handle's blocks for ever.
-        if reads_back and (info is None or not info.bidirectional_kv_xfer):
-            turn.decision = verdicts.cold(Why.REUSE_REASON_INCOMPATIBLE)
-        elif reads_back and _rests(turn, tools):
-            turn.decision = verdicts.cold(Why.REUSE_REASON_READ_FAILED)
-
-
-async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
-    settings = tools.settings
-    patience = settings.migration_wait_s if turn.streaming else settings.worker_wait_s
-    until = tools.clock.monotonic() + min(patience, turn.time_left_s())
-    while True:
-        try:
-            return await tools.admission.place(
-                lambda: _find(turn, tools, reads_back=reads_back), turn.time_left_s()
-            )
-        except Failure as failure:
-            # A worker that pauses or restarts is soon ready again.
-            if failure.reason != Reason.ERROR_REASON_NO_WORKER or tools.clock.monotonic() >= until:
-                raise
-            await asyncio.sleep(_LOOK_AGAIN_S)
-
-
-def _find(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair | None:
-    try:
-        return tools.pool.pick(
-            turn.served,
-            prefer_decode=None if turn.moves else turn.holder,
-            avoid=turn.avoid,
-            reads_back=reads_back,
-            home=turn.home,
-            reads_from=turn.holder if reads_back else None,
-            # An answer that has begun does not wait behind those that have not.
-            limit=None if turn.streaming else tools.settings.max_turns_per_worker,
-        )
-    except Failure as failure:
-        if failure.reason == Reason.ERROR_REASON_OVERLOADED:
-            return None
-        raise
-
-
-def _rests(turn: Turn, tools: Tools) -> bool:
-    pair, holder = turn.pair, turn.holder
-    if pair is None or pair.prefill is None or holder is None:
-        return False
-    return tools.pool.pairs.rests(pair.prefill, holder)
-
-
-def _take_places(turn: Turn) -> None:
-    assert turn.pair is not None
-    for worker in (turn.pair.prefill, turn.pair.decode):
-        if worker is not None:
-            worker.places += 1
-            turn.places.append(worker)
-
-
 async def prefill(turn: Turn, tools: Tools) -> None:
     """Have the prompt's KV made ready on P. Raises LegFailed."""
     with turn.timed("prefill"):
@@ -121,7 +46,7 @@ async def prefill(turn: Turn, tools: Tools) -> None:
         except LegFailed as failed:
             if not failed.lease_missing or turn.looked_again:
                 raise
-            await look_again(turn, tools)
+            await look_again(turn, tools, direct=False)
             turn.attempt_id = secrets.token_hex(16)
             turn.prefilled = await _prefill_once(turn, tools)
 
@@ -268,10 +193,9 @@ def _computed(worker: DecodeWorker, suffix: int, work_ms: float) -> None:
 
 
 def _expected_prefill_ms(turn: Turn, tools: Tools) -> float:
-    assert turn.pair is not None
-    start = turn.decided.expected_tokens if turn.decided.verdict == Verdict.VERDICT_READBACK else 0
-    rates = tools.book.rates(turn.served, turn.pair.prefill, turn.pair.decode)
-    return rates.prefill.ms(compute_features(min(start, turn.prompt_tokens), turn.prompt_tokens))
+    # Not the read: meanwhile the engine computes for others.
+    rates = tools.book.rates(turn.served, None, None)
+    return rates.prefill.ms(compute_features(turn.to_read, turn.prompt_tokens))
 
 
 async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
@@ -307,21 +231,20 @@ async def _decode(turn: Turn, tools: Tools, relay: Relay) -> None:
 async def _decode_call(turn: Turn, tools: Tools, relay: Relay, worker: DecodeWorker) -> None:
     limit = min(turn.time_left_s(), tools.settings.first_chunk_timeout_s)
     try:
-        async with worker.calling(limit, lambda: turn.heard) as scope:
-            take = _taker(turn, tools, relay, scope)
+        async with worker.calling(limit, lambda: turn.heard) as calling:
+            take = _taker(turn, tools, relay, calling)
             await worker.link.decode(decode_request(turn), turn.leg_prompt, turn.time_left_s(), take)
     except TimeoutError:
         raise timed_out("chunk") from None
 
 
-def _taker(turn: Turn, tools: Tools, relay: Relay, scope: asyncio.Timeout) -> Callable[[bytes], None]:
-    """Return what passes a leg's events on; scope bounds the wait for the first one."""
+def _taker(turn: Turn, tools: Tools, relay: Relay, calling: Calling) -> Callable[[bytes], None]:
+    """Return what passes a leg's events on; calling bounds the wait for each."""
     heard_before = turn.heard
 
     def take(raw: bytes) -> None:
         if turn.heard == heard_before:
-            if not scope.expired():
-                scope.reschedule(None)
+            calling.bound_silence(tools.settings.chunk_timeout_s)
             _heard_first(turn, tools)
         _pass_on(turn, relay, raw)
 
@@ -330,9 +253,14 @@ def _taker(turn: Turn, tools: Tools, relay: Relay, scope: asyncio.Timeout) -> Ca
 
 def _note_handoff(turn: Turn, tools: Tools, *, failed: bool) -> None:
     assert turn.pair is not None
-    if turn.pair.prefill is not None:
-        note = tools.pool.pairs.failed if failed else tools.pool.pairs.succeeded
-        note(turn.pair.decode, turn.pair.prefill)
+    prefill = turn.pair.prefill
+    if prefill is None:
+        return
+    if failed:
+        # Which of the two is to blame can't be told: the next attempt has another P as well as another D.
+        turn.avoid.add(prefill)
+    note = tools.pool.pairs.failed if failed else tools.pool.pairs.succeeded
+    note(turn.pair.decode, prefill)
 
 
 def _heard_first(turn: Turn, tools: Tools) -> None:

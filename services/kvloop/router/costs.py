@@ -81,13 +81,16 @@ def expected(work: Work, rates: Rates) -> Costs:
     suffix = compute_features(work.reusable, work.prompt)
     handed = work.prompt - (work.reusable if work.at_holder else 0)
     after = _move(handed, rates) + rates.first_step_ms
-    recompute = rates.prefill.ms(compute_features(0, work.prompt))
-    readback = _move(work.reusable, rates) + rates.prefill.ms(suffix)
     return Costs(
         direct=work.decode_wait_ms + rates.decode.ms(suffix),
-        readback=work.prefill_wait_ms + readback + after,
-        recompute=work.prefill_wait_ms + recompute + after,
+        readback=work.prefill_wait_ms + prefill_leg(work.reusable, work.prompt, rates) + after,
+        recompute=work.prefill_wait_ms + prefill_leg(0, work.prompt, rates) + after,
     )
+
+
+def prefill_leg(read: int, prompt: int, rates: Rates) -> float:
+    """Return the milliseconds in which P reads so many tokens of a prompt and computes the rest."""
+    return _move(read, rates) + rates.prefill.ms(compute_features(read, prompt))
 
 
 def _move(tokens: int, rates: Rates) -> float:

@@ -7,7 +7,7 @@ from kvloop.router.costs import Costs, Rates, Work
 from kvloop.router.turn import Turn
 from kvloop.router.verdict import Decision, Question
 from kvloop.runtime.errors import Failure, Reason
-from kvloop.v1alpha1 import router_service_pb2
+from kvloop.v1alpha1 import router_service_pb2, turn_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,27 @@ def describe(turn: Turn, outcome: str) -> router_service_pb2.ExplainTurnResponse
     if turn.pair is not None:
         out.prefill_worker = turn.pair.prefill.name if turn.pair.prefill is not None else ""
         out.decode_worker = turn.pair.decode.name
-    if turn.prefilled is not None:
-        out.reuse.CopyFrom(turn.prefilled.reuse)
-    elif turn.decoded is not None:
-        out.reuse.verdict, out.reuse.reason = turn.decided.verdict, turn.decided.reason
-        out.reuse.tokens.CopyFrom(turn.decoded.tokens)
-    if turn.decoded is not None and turn.decoded.HasField("handoff"):
-        out.reuse.handoff.CopyFrom(turn.decoded.handoff)
+    if turn.origin is not None or turn.prefilled is not None or turn.decoded is not None:
+        out.reuse.CopyFrom(reuse_of(turn))
     if turn.weighed is not None:
         _weighed(out, turn.weighed)
+    return out
+
+
+def reuse_of(turn: Turn) -> turn_pb2.Reuse:
+    """Return where the prompt's KV came from, as the turn's summary says it."""
+    out = turn_pb2.Reuse()
+    decoded = turn.decoded
+    if turn.origin is not None:
+        out.CopyFrom(turn.origin)
+    elif turn.prefilled is not None:
+        out.CopyFrom(turn.prefilled.reuse)
+    elif decoded is not None:
+        out.verdict, out.reason = turn.decided.verdict, turn.decided.reason
+        out.tokens.CopyFrom(decoded.tokens)
+    out.retried = out.retried or (turn.origin is None and turn.attempt > 1)
+    if decoded is not None and decoded.HasField("handoff"):
+        out.handoff.CopyFrom(decoded.handoff)
     return out
 
 

@@ -34,7 +34,9 @@ class Pairs:
         return found is not None and self._clock.monotonic() < found[1]
 
     def failed(self, reader: AnyWorker, source: AnyWorker) -> None:
-        """Note a read that failed."""
+        """Note a read that failed; during a rest it tells nothing new."""
+        if self.rests(reader, source):
+            return
         if len(self._failed) >= _MAX_PAIRS:
             self._failed.clear()
         key = _key(reader, source)

@@ -7,12 +7,18 @@ the least busy of those drawn. Where nothing drawn will do, all are looked at af
 A conversation's home is the prefill worker that hashes highest together with it (rendezvous hashing), which
 every router finds without asking, and which hardly changes when workers come and go. Conversations share
 their hash with others, so that a router remembers the homes of all of them.
+
+What workers have to do is compared in expected milliseconds, so that one long prompt weighs as much as many
+short ones. A sum is kept per worker as turns come and go; what other routers gave it is known in turns alone,
+and each counts like the turn in question. What that turn itself takes is the same at all of them, but for a
+favourite that has its prefix: it is left when it has more ahead than the prefix is worth.
 """
 
 import hashlib
 import heapq
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvloop.router.pairs import Pairs
@@ -29,6 +35,51 @@ _RANKED = 3
 _MASK = (1 << 64) - 1
 
 W = TypeVar("W")
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """How much is ahead of a turn at a worker."""
+
+    of: Callable[[AnyWorker], float]
+    one: float
+    """What a turn like this one counts."""
+
+    def rank(self, worker: AnyWorker) -> tuple[int, float]:
+        """Return what is less for the better one of two workers; what is nearly equal is equal."""
+        return round(self.of(worker)), worker.load
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The measures for both workers of a turn."""
+
+    prefill: Measure
+    decode: Measure
+
+
+TURNS = Measure(lambda worker: worker.load, 1.0)
+IN_TURNS = Ahead(TURNS, TURNS)
+"""For turns of which nothing is known."""
+
+
+def prefill_ms(own_ms: float) -> Measure:
+    """Return the measure for the prefill leg of a turn that is expected to take so long."""
+    if own_ms <= 0:
+        return TURNS
+
+    def ahead(worker: AnyWorker) -> float:
+        others = worker.reported_load - worker.in_flight
+        return worker.pending_ms + (others * own_ms if others > 0 else 0.0)
+
+    return Measure(ahead, own_ms)
+
+
+def decode_ms(step_ms: float) -> Measure:
+    """Return the measure for a decode leg: a turn there counts a step, a DIRECT one its prompt as well."""
+    if step_ms <= 0:
+        return TURNS
+    return Measure(lambda worker: worker.pending_ms + worker.load * step_ms, step_ms)
 
 
 class Homes:
@@ -81,13 +132,13 @@ def draw(workers: Sequence[W], wanted: Callable[[W], bool], count: int, rng: ran
 
 
 def unless_overloaded(
-    favourite: Worker[L] | None, workers: Sequence[Worker[L]], overloaded_by: int
+    favourite: Worker[L] | None, workers: Sequence[Worker[L]], overloaded_by: int, measure: Measure = TURNS
 ) -> Worker[L] | None:
-    """Return the favourite unless it has so many turns more than twice those of the least busy worker."""
+    """Return the favourite unless so many turns like this one more are ahead there than twice the least."""
     if favourite is None:
         return None
-    least = min(worker.load for worker in workers)
-    return favourite if favourite.load <= 2 * least + overloaded_by else None
+    least = min(map(measure.of, workers))
+    return favourite if measure.of(favourite) <= 2 * least + overloaded_by * measure.one else None
 
 
 def of_many(
@@ -95,21 +146,23 @@ def of_many(
     wanted: Callable[[Worker[L]], bool],
     favourite: Worker[L] | None,
     overloaded_by: int,
+    *,
     rng: random.Random,
+    measure: Measure,
 ) -> Worker[L] | None:
     """Return the favourite unless it is overloaded, else the better of two; None when none drawn will do.
 
-    favourite: a wanted one, or None. overloaded_by: it may have so many turns more than twice the least.
+    favourite: a wanted one, or None. overloaded_by: as for unless_overloaded.
     """
     if favourite is not None:
-        if favourite.load <= overloaded_by:
+        if measure.of(favourite) <= overloaded_by * measure.one:
             return favourite
         drawn = draw(workers, wanted, _COMPARED, rng)
-        if drawn and unless_overloaded(favourite, drawn, overloaded_by) is not None:
+        if drawn and unless_overloaded(favourite, drawn, overloaded_by, measure) is not None:
             return favourite
     else:
         drawn = draw(workers, wanted, 2, rng)
-    return min(drawn[:2], key=lambda worker: worker.load, default=None)
+    return min(drawn[:2], key=measure.rank, default=None)
 
 
 class Wanted:

@@ -5,6 +5,7 @@ import asyncio
 from kvloop.metastore.hints import hint_lengths
 from kvloop.metastore.port import DirectoryUnavailable, PrefixFound
 from kvloop.router import costs as cost_model
+from kvloop.router import placing
 from kvloop.router import verdict as verdicts
 from kvloop.router.explain import Weighed
 from kvloop.router.settings import RouterSettings
@@ -78,8 +79,11 @@ def _take(turn: Turn, found: PrefixFound | None) -> None:
     turn.moves, turn.predecessor = False, None
 
 
-def verdict(turn: Turn, tools: Tools) -> None:
-    """Decide how the prompt's KV comes about, from what is known before the first leg."""
+def verdict(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
+    """Decide how the prompt's KV comes about, from what is known before the first leg.
+
+    direct: whether the turn may still go without a prefill leg.
+    """
     with turn.timed("verdict"):
         entry = turn.entry
         turn.holder = None
@@ -108,7 +112,7 @@ def verdict(turn: Turn, tools: Tools) -> None:
             lease=lease,
             holder=holder,
             expected=expected,
-            direct=_direct_limits(turn, settings),
+            direct=_direct_limits(turn, settings) if direct else None,
             costs=costs if settings.by_cost and not _reads_back_anyway(turn) else None,
         )
         turn.decision = verdicts.decide(question)
@@ -116,8 +120,9 @@ def verdict(turn: Turn, tools: Tools) -> None:
 
 
 def _work(turn: Turn, tools: Tools, expected: verdicts.Expected) -> tuple[cost_model.Work, cost_model.Rates]:
-    prefill = tools.pool.likely_prefill(turn.served, turn.home)
     reusable = max(0, min(expected.upper, turn.prompt_tokens) - 1)
+    own_ms = cost_model.prefill_leg(reusable, turn.prompt_tokens, tools.book.rates(turn.served, None, None))
+    prefill = tools.pool.likely_prefill(turn.served, turn.home, placing.prefill_ms(own_ms))
     work = cost_model.Work(
         prompt=turn.prompt_tokens,
         reusable=reusable,
@@ -186,10 +191,11 @@ def _ruled_out(turn: Turn, settings: RouterSettings) -> "turn_pb2.ReuseReason.Va
     return forbidden
 
 
-async def look_again(turn: Turn, tools: Tools) -> None:
+async def look_again(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
     """After a worker found the lease gone: a sibling may have published a longer one meanwhile.
 
     A turn looks again at most once, and goes cold when the directory still names the lease that is gone.
+    direct: as for verdict.
     """
     assert not turn.looked_again
     turn.looked_again = True
@@ -201,4 +207,4 @@ async def look_again(turn: Turn, tools: Tools) -> None:
             turn.entry = None
     if turn.entry is not None and turn.entry.lease_id == gone:
         turn.entry = None
-    verdict(turn, tools)
+    verdict(turn, tools, direct=direct)

@@ -92,6 +92,9 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Longest prefill leg; a worker that takes longer counts as failed."""
     first_chunk_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Longest wait of a decode leg for its first chunk."""
+    chunk_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest silence (up to a quarter more) of a decode leg that has begun, though its worker answers
+    questions; then the answer goes on elsewhere. Work of others may hold up a worker for seconds."""
     max_attempts: Annotated[int, Field(ge=1, le=5)] = 2
     """Tries of a turn before its first chunk; every try but the first is cold."""
     max_migrations: Annotated[int, Field(ge=0, le=16)] = 4

@@ -8,13 +8,16 @@ when a leg fails before the first chunk, the turn starts again there, cold, with
 later, the answer goes on there (migration.py).
 """
 
+import asyncio
 import secrets
 
-from kvloop.router.attempts import decode, go_on, place, prefill
+from kvloop.router.attempts import decode, go_on, prefill
 from kvloop.router.beginning import begin
+from kvloop.router.explain import reuse_of
 from kvloop.router.identity import SCOPE_BYTES, Owner
 from kvloop.router.legs import LegFailed
 from kvloop.router.migration import bounded, repeatable
+from kvloop.router.pairing import place
 from kvloop.router.planning import lookup, verdict
 from kvloop.router.recovery import start_again
 from kvloop.router.relay import Relay
@@ -36,12 +39,15 @@ async def serve(turn: Turn, tools: Tools, relay: Relay) -> None:
 
     Raises Failure; cancellation tells both legs.
     """
-    outcome = "cancelled"
+    outcome = "INTERNAL"
     try:
         await _serve(turn, tools, relay)
         outcome = "ok"
     except Failure as failure:
         outcome = failure.reason_name
+        raise
+    except asyncio.CancelledError:
+        outcome = "cancelled"
         raise
     finally:
         tools.memory.keep(turn, outcome)
@@ -149,7 +155,7 @@ def summary(turn: Turn, router: str) -> router_service_pb2.GenerateResponse:
     """Return the end of the answer, as this router says it."""
     assert turn.pair is not None
     assert turn.decoded is not None
-    decoded, prefilled = turn.decoded, turn.prefilled
+    decoded = turn.decoded
     response = router_service_pb2.GenerateResponse()
     out = response.summary
     out.finish_reason = decoded.finish_reason
@@ -158,18 +164,11 @@ def summary(turn: Turn, router: str) -> router_service_pb2.GenerateResponse:
     out.prompt_tokens = turn.prompt_tokens
     out.output_tokens = tokens.count(turn.carried) + decoded.output_tokens
     out.migrated = turn.migrations > 0
+    out.reuse.CopyFrom(reuse_of(turn))
     if turn.origin is not None:
-        out.reuse.CopyFrom(turn.origin)
         out.prompt_logprobs.extend(turn.origin_logprobs)
-    elif prefilled is not None:
-        out.reuse.CopyFrom(prefilled.reuse)
-        out.prompt_logprobs.extend(prefilled.prompt_logprobs)
-    else:
-        out.reuse.verdict, out.reuse.reason = turn.decided.verdict, turn.decided.reason
-        out.reuse.tokens.CopyFrom(decoded.tokens)
-    out.reuse.retried = out.reuse.retried or (turn.origin is None and turn.attempt > 1)
-    if decoded.HasField("handoff"):
-        out.reuse.handoff.CopyFrom(decoded.handoff)
+    elif turn.prefilled is not None:
+        out.prompt_logprobs.extend(turn.prefilled.prompt_logprobs)
     if decoded.HasField("lease"):
         out.lease.CopyFrom(decoded.lease)
     if turn.first_event_at is not None:

@@ -175,6 +175,12 @@ class Turn:
         """Tell whether the turn goes without a prefill leg, as decided so far."""
         return self.decision is not None and self.decision.verdict == turn_pb2.VERDICT_DIRECT
 
+    @property
+    def to_read(self) -> int:
+        """Return how many tokens the prefill leg is expected to read back, as decided so far."""
+        reads = self.decided.verdict == turn_pb2.VERDICT_READBACK
+        return min(self.decided.expected_tokens, self.prompt_tokens) if reads else 0
+
     def time_left_s(self) -> float:
         """Return the seconds until the caller's deadline; negative when it is over."""
         return self.deadline - self.clock.monotonic()

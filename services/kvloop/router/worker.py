@@ -16,6 +16,9 @@ _LONGEST_PAUSE_S = 10.0
 _SLOW_ANSWERS = 3
 """So many unanswered questions in a row mean that a worker is gone; a busy one may miss one or two."""
 
+_LOOKS = 4
+"""How often silence is looked for in the time that it may last."""
+
 _log = logs.get("router")
 
 
@@ -35,9 +38,9 @@ L = TypeVar("L", bound=Link)
 
 
 class Calling:
-    """A call under way at a worker: an asynchronous context, which yields its timeout."""
+    """A call under way at a worker: an asynchronous context."""
 
-    __slots__ = ("_before", "_calls", "_heard", "_scope", "_seen")
+    __slots__ = ("_before", "_calls", "_every_s", "_heard", "_looked", "_scope", "_seen", "_silent", "_timer")
 
     def __init__(self, calls: "set[Calling]", limit_s: float | None, heard: Callable[[], int]) -> None:
         self._calls = calls
@@ -45,23 +48,52 @@ class Calling:
         self._heard = heard
         self._before: int | None = None
         self._seen = heard()
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> asyncio.Timeout:
+    async def __aenter__(self) -> "Calling":
         self._calls.add(self)
-        return await self._scope.__aenter__()
+        await self._scope.__aenter__()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._calls.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
         await self._scope.__aexit__(kind, error, trace)
 
     def check(self) -> None:
         """End the call if nothing was heard since the last check."""
         heard = self._heard()
-        if heard == self._before and not self._scope.expired():
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        if heard == self._before:
+            self._end()
         self._before = heard
+
+    def bound_silence(self, limit_s: float) -> None:
+        """From now on, end the call when nothing was heard for so long (or a quarter longer).
+
+        What is heard costs nothing: now and then is looked how much it was. A look counts once, however long
+        this process stood still before it.
+        """
+        if self._scope.expired():
+            return
+        self._scope.reschedule(None)
+        self._every_s, self._looked, self._silent = limit_s / _LOOKS, self._heard(), 0
+        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._look)
+
+    def _look(self) -> None:
+        heard = self._heard()
+        self._silent = self._silent + 1 if heard == self._looked else 0
+        self._looked = heard
+        if self._silent >= _LOOKS:
+            self._end()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._look)
+
+    def _end(self) -> None:
+        if not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
 
     def went_on(self) -> bool:
         """Tell whether something was heard since this was last asked."""
@@ -194,11 +226,16 @@ class Worker(Generic[L]):
         return Calling(self._calls, limit_s, heard)
 
     def failed(self) -> None:
-        """Note a failed leg: no turns for a while, longer each time in a row."""
+        """Note a failed leg: no turns for a while, longer each time in a row.
+
+        Legs that fail during a pause began before it: one broken connection fails them all.
+        """
+        self.ask_now.set()
+        if self._clock.monotonic() < self._paused_until:
+            return
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 16)
         self._paused_until = self._clock.monotonic() + pause
-        self.ask_now.set()
 
     def succeeded(self) -> None:
         """Note a leg that did its work."""

@@ -28,7 +28,7 @@ from kvloop.v1alpha1 import worker_pb2
 
 _NO_WORKER_RETRY_S = 0.5
 _OVERLOADED_BY = 8
-"""A preferred decode worker may have so many turns more than twice the least loaded one's."""
+"""A preferred decode worker may have so many turns' work more than twice the least loaded one's."""
 _PREFILL_OVERLOADED_BY = 2
 """The same of a prefill worker, where turns wait behind each other."""
 _ASKED_PER_S = 100
@@ -211,23 +211,26 @@ class WorkerPool:
         """Return the decode worker at an endpoint, or None."""
         return next((worker for worker in self.decode if worker.endpoint == endpoint), None)
 
-    def likely_prefill(self, served: Served, home: bytes) -> PrefillWorker | None:
+    def likely_prefill(
+        self, served: Served, home: bytes, measure: placing.Measure = placing.TURNS
+    ) -> PrefillWorker | None:
         """Return the prefill worker that a turn would go to, or the least busy one; None without any."""
         group = self._group_of(served)
         if group.large:
             at_home = next(filter(_is_ready, group.homes.ranked(home)), None) if home else None
-            if at_home is not None and at_home.load <= _PREFILL_OVERLOADED_BY:
+            if at_home is not None and measure.of(at_home) <= _PREFILL_OVERLOADED_BY * measure.one:
                 return at_home
             drawn = placing.draw(group.prefills, _is_ready, placing.FEW // 4, self._rng)
             if drawn:
-                return placing.unless_overloaded(at_home, drawn, _PREFILL_OVERLOADED_BY) or min(
-                    drawn, key=_pending
+                return placing.unless_overloaded(at_home, drawn, _PREFILL_OVERLOADED_BY, measure) or min(
+                    drawn, key=measure.rank
                 )
         able = [worker for worker in group.prefills if worker.ready]
         if not able:
             return None
         at_home = placing.at_home(able, home) if home else None
-        return placing.unless_overloaded(at_home, able, _PREFILL_OVERLOADED_BY) or min(able, key=_pending)
+        favourite = placing.unless_overloaded(at_home, able, _PREFILL_OVERLOADED_BY, measure)
+        return favourite or min(able, key=measure.rank)
 
     def pick(
         self,
@@ -239,18 +242,19 @@ class WorkerPool:
         home: bytes = b"",
         limit: int | None = None,
         reads_from: DecodeWorker | None = None,
+        ahead: placing.Ahead = placing.IN_TURNS,
     ) -> Pair:
         """Return the pair for an attempt; workers to avoid only serve when there is no other.
 
         home: what decides which prefill worker is preferred; empty for none. limit: turns that a worker may
-        have a place for. reads_from: whose KV the prefill worker is to read.
+        have a place for. reads_from: whose KV the prefill worker is to read. ahead: how busy workers are.
 
         Failures: NO_WORKER (with RetryInfo) when a leg has no ready worker, OVERLOADED when one has no place.
         """
         group = self._group_of(served)
         if group.large:
             wanted = placing.Wanted(avoid, limit, reads_from, self.pairs, reads_back=reads_back)
-            pair = self._pick_of_many(group, wanted, home, prefer_decode)
+            pair = self._pick_of_many(group, wanted, home, prefer_decode, ahead)
             if pair is not None:
                 return pair
         prefills = [w for w in group.prefills if w.ready]
@@ -274,10 +278,12 @@ class WorkerPool:
         prefills = [w for w in prefills if w not in avoid] or prefills
         if reads_from is not None:
             prefills = [w for w in prefills if not self.pairs.rests(w, reads_from)] or prefills
-        prefill = self._place_prefill(prefills, home)
         decodes = [w for w in decodes if w not in avoid] or decodes
+        if len(self.pairs):
+            prefills = [w for w in prefills if not all(self.pairs.rests(d, w) for d in decodes)] or prefills
+        prefill = self._place_prefill(prefills, home, ahead.prefill)
         decodes = [w for w in decodes if not self.pairs.rests(w, prefill)] or decodes
-        return Pair(prefill, self._place_decode(decodes, prefer_decode))
+        return Pair(prefill, self._place_decode(decodes, prefer_decode, ahead.decode))
 
     def _pick_of_many(
         self,
@@ -285,6 +291,7 @@ class WorkerPool:
         wanted: placing.Wanted,
         home: bytes,
         prefer_decode: DecodeWorker | None,
+        ahead: placing.Ahead,
     ) -> Pair | None:
         """Return a pair without looking at all workers; None when that leads to none."""
         at_home = None
@@ -292,14 +299,23 @@ class WorkerPool:
             at_home = next(filter(wanted.prefill, group.homes.ranked(home)), None)
             if at_home is None:
                 return None
-        prefill = placing.of_many(group.prefills, wanted.prefill, at_home, _PREFILL_OVERLOADED_BY, self._rng)
+        prefill = placing.of_many(
+            group.prefills,
+            wanted.prefill,
+            at_home,
+            _PREFILL_OVERLOADED_BY,
+            rng=self._rng,
+            measure=ahead.prefill,
+        )
         if prefill is None:
             return None
         wanted.beside = prefill
         holder = prefer_decode
         if holder is not None and not (holder in group.known and wanted.decode(holder)):
             holder = None
-        decode = placing.of_many(group.decodes, wanted.decode, holder, _OVERLOADED_BY, self._rng)
+        decode = placing.of_many(
+            group.decodes, wanted.decode, holder, _OVERLOADED_BY, rng=self._rng, measure=ahead.decode
+        )
         return None if decode is None else Pair(prefill, decode)
 
     def _group_of(self, served: Served) -> _Group:
@@ -326,16 +342,21 @@ class WorkerPool:
     def _all(self) -> list[AnyWorker]:
         return [*self.prefill, *self.decode]
 
-    def _place_prefill(self, prefills: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:
+    def _place_prefill(
+        self, prefills: Sequence[PrefillWorker], home: bytes, measure: placing.Measure
+    ) -> PrefillWorker:
         favourite = placing.at_home(prefills, home) if home else None
-        home_worker = placing.unless_overloaded(favourite, prefills, _PREFILL_OVERLOADED_BY)
-        return home_worker or self._least_loaded(prefills)
+        home_worker = placing.unless_overloaded(favourite, prefills, _PREFILL_OVERLOADED_BY, measure)
+        return home_worker or self._least_loaded(prefills, measure)
 
-    def _place_decode(self, decodes: Sequence[DecodeWorker], prefer: DecodeWorker | None) -> DecodeWorker:
+    def _place_decode(
+        self, decodes: Sequence[DecodeWorker], prefer: DecodeWorker | None, measure: placing.Measure
+    ) -> DecodeWorker:
         favourite = prefer if prefer in decodes else None
-        return placing.unless_overloaded(favourite, decodes, _OVERLOADED_BY) or self._least_loaded(decodes)
+        holder = placing.unless_overloaded(favourite, decodes, _OVERLOADED_BY, measure)
+        return holder or self._least_loaded(decodes, measure)
 
-    def _least_loaded(self, workers: Sequence[Worker[L]]) -> Worker[L]:
+    def _least_loaded(self, workers: Sequence[Worker[L]], measure: placing.Measure) -> Worker[L]:
         # Two at random and the better one: near the best placement, without every router at once
         # running to the same idle worker.
         one, other = (
@@ -346,9 +367,10 @@ class WorkerPool:
                 workers[-1],
             )
         )
-        if one.load == other.load:
+        ranks = measure.rank(one), measure.rank(other)
+        if ranks[0] == ranks[1]:
             return self._rng.choice((one, other))
-        return one if one.load < other.load else other
+        return one if ranks[0] < ranks[1] else other
 
     def _pairs_ready(self, served: Served) -> tuple[int, int]:
         group, now = self._group_of(served), self._clock.monotonic()
@@ -436,7 +458,3 @@ def _group(info: worker_pb2.WorkerInfo | None) -> tuple[str, str, str] | None:
 
 def _is_ready(worker: AnyWorker) -> bool:
     return worker.ready
-
-
-def _pending(worker: AnyWorker) -> float:
-    return worker.pending_ms

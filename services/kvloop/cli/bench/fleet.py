@@ -28,7 +28,12 @@ DIRECT_SETTING = "direct"
 """The router's setting that lets turns go to D directly."""
 _CHOICES = (DIRECT_SETTING, "by_cost")
 """Settings by which a router chooses a way itself; a leg is one way, good or bad."""
-_PATIENT = {"directory_timeout_ms": 2000.0, "prefill_timeout_s": 600.0, "first_chunk_timeout_s": 600.0}
+_PATIENT = {
+    "directory_timeout_ms": 2000.0,
+    "prefill_timeout_s": 600.0,
+    "first_chunk_timeout_s": 600.0,
+    "chunk_timeout_s": 600.0,
+}
 """A busy machine must not decide what is measured."""
 
 

@@ -36,7 +36,12 @@ _ENGINE: Mapping[str, Any] = {"max_model_len": LONGEST, "kv_cache_memory_bytes":
 """Of all four. The pool holds what a D keeps of every conversation; the rest is as this machine has it."""
 _START_S = 300.0
 # A busy machine must not decide what is measured.
-_PATIENT = {"directory_timeout_ms": 2000.0, "prefill_timeout_s": 600.0, "first_chunk_timeout_s": 600.0}
+_PATIENT = {
+    "directory_timeout_ms": 2000.0,
+    "prefill_timeout_s": 600.0,
+    "first_chunk_timeout_s": 600.0,
+    "chunk_timeout_s": 600.0,
+}
 
 
 @dataclass(slots=True)

@@ -1,0 +1,116 @@
+"""Workers compared by the milliseconds that are ahead of a turn there, few of them and many."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from router_fakes import fake_fleet, until
+from test_workers import pool_of
+
+from kvloop.router import placing
+from kvloop.router.workers import WorkerPool
+
+OWN_MS, STEP_MS = 100.0, 25.0
+AHEAD = placing.Ahead(placing.prefill_ms(OWN_MS), placing.decode_ms(STEP_MS))
+SIZES = pytest.mark.parametrize("count", [4, 2 * placing.FEW])
+
+
+async def fleet_of(count: int) -> WorkerPool:
+    return await pool_of([{}] * count, [{}] * count)
+
+
+@SIZES
+@pytest.mark.parametrize(("turns", "ms", "stays"), [(1, 201.0, False), (1, 200.0, True), (50, 200.0, True)])
+async def test_a_home_is_left_for_what_its_turns_take_not_for_their_number(
+    count: int, turns: int, ms: float, stays: bool
+) -> None:
+    pool = await fleet_of(count)
+    served = pool.resolve("m", "")
+    home = pool.pick(served, home=b"c", ahead=AHEAD).prefill
+    assert home is not None
+    home.in_flight, home.pending_ms = turns, ms
+    for _ in range(20):
+        assert (pool.pick(served, home=b"c", ahead=AHEAD).prefill is home) == stays
+    # The verdict counts the time at the same worker.
+    assert (pool.likely_prefill(served, b"c", AHEAD.prefill) is home) == stays
+    # Where all have as much to do, nobody is better off elsewhere.
+    for worker in pool.prefill:
+        worker.pending_ms = 5000.0
+    assert pool.pick(served, home=b"c", ahead=AHEAD).prefill is home
+    await pool.stop()
+
+
+@SIZES
+@pytest.mark.parametrize(("others", "stays"), [(2, True), (3, False)])
+async def test_turns_of_other_routers_count_like_this_one(count: int, others: int, stays: bool) -> None:
+    pool = await fleet_of(count)
+    served = pool.resolve("m", "")
+    home = pool.pick(served, home=b"c", ahead=AHEAD).prefill
+    assert home is not None
+    # Its load has five of this router's own, which take no time to speak of.
+    home.in_flight, home.reported_load = 5, 5.0 + others
+    assert (pool.pick(served, home=b"c", ahead=AHEAD).prefill is home) == stays
+    await pool.stop()
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("load", "ms", "stays"), [(0, 200.0, True), (0, 201.0, False), (8, 0.0, True), (8, 1, False)]
+)
+async def test_a_holder_is_left_for_its_turns_and_the_prompts_that_it_computes(
+    count: int, load: int, ms: float, stays: bool
+) -> None:
+    pool = await fleet_of(count)
+    served, holder = pool.resolve("m", ""), pool.decode[1]
+    holder.in_flight, holder.pending_ms = load, ms
+    assert (pool.pick(served, prefer_decode=holder, ahead=AHEAD).decode is holder) == stays
+    await pool.stop()
+
+
+@SIZES
+async def test_the_worker_with_less_ahead_is_taken_and_the_load_decides_between_equals(count: int) -> None:
+    pool = await fleet_of(count)
+    served = pool.resolve("m", "")
+    idle, *others = pool.prefill
+    for worker in others:
+        worker.in_flight, worker.pending_ms = 1, 900.0
+    # Many, but short ones.
+    idle.in_flight, idle.pending_ms = 9, 90.0
+    picks = Counter(pool.pick(served, ahead=AHEAD).prefill is idle for _ in range(2000))
+    assert picks[True] > 1.5 * 2000 / count
+    for worker in others:
+        worker.pending_ms = 90.2
+    picks = Counter(pool.pick(served, ahead=AHEAD).prefill is idle for _ in range(2000))
+    assert picks[True] < 0.5 * 2000 / count
+    await pool.stop()
+
+
+async def test_nothing_known_of_a_turn_leaves_the_number_of_turns() -> None:
+    assert placing.prefill_ms(0.0) is placing.decode_ms(0.0) is placing.TURNS
+
+
+async def test_a_short_turn_does_not_wait_behind_a_long_one_at_home() -> None:
+    async with fake_fleet(prefills=2) as fleet:
+        gate = asyncio.Event()
+
+        async def wait() -> None:
+            await gate.wait()
+
+        for prefill in fleet.prefills:
+            prefill.on_prefill = wait
+        app = await fleet.router()
+        client = await fleet.client(app)
+        long = asyncio.create_task(client.say([1] * 4000))
+        await until(lambda: any(p.requests for p in fleet.prefills), "the long turn's leg")
+        [home] = [p for p in fleet.prefills if p.requests]
+        # A fork is at home where its parent is.
+        short = asyncio.create_task(client.say([2] * 40, "fork", parent_conversation_id="c"))
+        await until(lambda: sum(len(p.requests) for p in fleet.prefills) == 2, "the short turn's leg")
+        assert len(home.requests) == 1
+        # As long a one would gain nothing elsewhere.
+        other = asyncio.create_task(client.say([3] * 4000, "twin", parent_conversation_id="c"))
+        await until(lambda: sum(len(p.requests) for p in fleet.prefills) == 3, "the other long turn's leg")
+        assert len(home.requests) == 2
+        gate.set()
+        await asyncio.gather(long, short, other)
+        assert all(worker.pending_ms == 0 for worker in app.pool.prefill)
