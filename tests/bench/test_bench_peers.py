@@ -18,7 +18,7 @@ import pytest
 from bench_fakes import FakeTarget
 
 from kvloop.bench import peers_engines, peers_fetch
-from kvloop.bench.peers import FLOOR, Entrant, Field, cpu, figures, first_chunks, lines, samples_of
+from kvloop.bench.peers import FLOOR, Entrant, Field, astray, cpu, figures, first_chunks, lines, samples_of
 from kvloop.bench.peers_fetch import FetchFailed, Release
 from kvloop.bench.peers_http import Line, PastHttp, ThroughHttp, reading
 from kvloop.bench.peers_picture import draw
@@ -27,6 +27,9 @@ from kvloop.bench.peers_serve import DONE, with_handles
 from kvloop.bench.router import Measured
 from kvloop.bench.router_traffic import Played, Talk, TurnLost, talk
 from kvloop.bench.workload.words import WordEncoder
+from kvloop.cli.bench import peers_vllm
+from kvloop.cli.bench.peers import complaints_of
+from kvloop.engine.settings import EngineSettings
 
 # -- engines and clients ---------------------------------------------------------------------------------
 
@@ -240,7 +243,7 @@ async def test_a_leg_that_fails_has_a_reason_and_ends_nobody_else() -> None:
     assert (record["kvloop"]["samples"], record["proxy"]["samples"]) == (6, 2)
     assert record["kvloop"]["turns"]["3"]["prompt_tokens"] == 24
     assert record["proxy"]["times_kvloop"]["value"] == pytest.approx(1.0)
-    assert record["kvloop"]["verdicts"] == {"READBACK": 6}
+    assert record["kvloop"]["later_verdicts"] == {"READBACK": 4}
     shown = ttft_lines({name: {"real": figures} for name, figures in record.items()} | {"none": {"real": {}}})
     assert shown[1:] == ["kvloop: 100 ms", "proxy: 100 ms, 1.0 times ours"]
 
@@ -255,6 +258,35 @@ async def test_answers_that_differ_are_told() -> None:
     legs = {"kvloop": Leg(FakeTarget().send), "proxy": Leg(Other().send)}
     real = await play(legs, RealPlan(conversations=1, turns=2, opening=8, input=4, output=2))
     assert identical(real.turns) == {"turns": 2, "same_prompt": 1, "same_answer": 0}
+
+
+def test_each_leg_of_ours_is_one_way_whatever_is_the_cheapest() -> None:
+    settings = EngineSettings(model="smollm2-135m-cpu", max_model_len=4096)
+    plan = peers_vllm.plan_of(settings, {"prefill": False, "decode": True})
+    assert [(router["direct"], router["by_cost"]) for router in plan.routers] == [
+        (False, False),
+        (True, False),
+    ]
+    assert {name: leg for name, leg in peers_vllm.VERDICTS.items() if name in peers_vllm.LEGS} == {
+        "kvloop": "READBACK",
+        "kvloop-direct": "DIRECT",
+    }
+
+
+def test_turns_that_went_another_way_than_their_leg_are_told() -> None:
+    assert astray({"READBACK": 5}, "READBACK") == astray({"DIRECT": 5}, "") == astray({}, "DIRECT") == ""
+    assert astray({"READBACK": 5, "DIRECT": 2}, "READBACK") == "2 of 7 later turns not READBACK: DIRECT x2"
+
+    def peer(real: dict[str, int], **simulated: int) -> dict[str, Any]:
+        return {"samples": 1, "verdicts": simulated, "real": {"later_verdicts": real}}
+
+    good = {"kvloop-grpc": peer({}, READBACK=99, RECOMPUTE=1), "kvloop": peer({"READBACK": 5}, READBACK=9)}
+    assert complaints_of(good) == []
+    (complaint,) = complaints_of({**good, "kvloop": peer({"READBACK": 1, "DIRECT": 4})})
+    assert complaint.startswith("kvloop is not what it is named for, on real vLLM: 4 of 5")
+    (complaint,) = complaints_of({**good, "kvloop-grpc": peer({}, READBACK=98, DIRECT=2)})
+    assert "on simulated engines: 2 of 100" in complaint
+    assert complaints_of({"kvloop-grpc": peer({}) | {"samples": 0}}) == ["kvloop was not measured"]
 
 
 def test_an_error_in_a_stream_is_a_lost_turn() -> None:
@@ -380,6 +412,7 @@ def test_kvloop_and_the_floor_are_measured_where_no_peer_can_be_had(tmp_path: Pa
         assert peers[name]["samples"] > 0, name
         assert set(peers[name]["overhead"]) == {"500", "24000"}
     assert peers["kvloop-grpc"]["overhead"]["500"]["cost"]["turns_per_cpu_s"] > 0
+    assert set(peers["kvloop-grpc"]["verdicts"]) == {"READBACK"}
     for name in ("proxy", "toy-proxy", "vllm-router"):
         assert peers[name]["samples"] == 0
         assert "--offline" in peers[name]["reason"]

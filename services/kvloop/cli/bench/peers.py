@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from kvloop.bench.peers_real import RealPlan
 
 _STEP_MS = 20.0
+_ASTRAY = 0.01
+"""Share of a leg's turns that may go another way than its own before its figures are worth nothing."""
 
 
 def make_command() -> Any:
@@ -92,9 +95,29 @@ def peers(
         write_line(sys.stdout, line)
     written = [out, *draw(out.with_suffix(""), record)]
     write_line(sys.stdout, f"written to {', '.join(map(str, written))}")
-    if not record["peers"]["kvloop-grpc"]["samples"]:
-        say("kvloop was not measured")
+    if complaints := complaints_of(record["peers"]):
+        for complaint in complaints:
+            say(complaint)
         sys.exit(EXIT_FAILED)
+
+
+def complaints_of(found: "Mapping[str, Mapping[str, Any]]") -> list[str]:
+    """Return what makes a record's figures of kvloop worth nothing, for people."""
+    from kvloop.bench.peers import astray
+    from kvloop.cli.bench import peers_parts, peers_vllm
+
+    complaints = [] if found[peers_parts.KVLOOP_GRPC]["samples"] else ["kvloop was not measured"]
+    for name, peer in found.items():
+        told = {
+            "simulated engines": (peer["verdicts"], peers_parts.VERDICT),
+            "real vLLM": (peer["real"].get("later_verdicts", {}), peers_vllm.VERDICTS.get(name, "")),
+        }
+        complaints += [
+            f"{name} is not what it is named for, on {where}: {astray(verdicts, wanted)}"
+            for where, (verdicts, wanted) in told.items()
+            if wanted and verdicts.get(wanted, 0) < (1 - _ASTRAY) * sum(verdicts.values())
+        ]
+    return complaints
 
 
 def places(cache: Path | None, *, offline: bool) -> dict[str, "Path | str"]:
@@ -190,6 +213,7 @@ async def _overhead(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path
     firsts: dict[tuple[int, int], dict[str, list[float]]] = {}
     costs: dict[int, Any] = {}
     reasons: dict[str, str] = {}
+    verdicts: dict[str, Counter[str]] = {}
     floors: dict[str, str] = {}
     engines = {}
     for stage_name, step_ms in (("instant", 0.0), ("paced", _STEP_MS)):
@@ -210,10 +234,13 @@ async def _overhead(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path
                         field, tokens, at_once, rounds=max(2, plan.rounds // at_once), limit_s=plan.limit_s
                     )
             engines[stage_name] = await stage.counts()
+            for name, entrant in stage.entrants.items():
+                verdicts[name] = verdicts.get(name, Counter()) + entrant.verdicts()
             reasons |= stage.reasons | field.lost
     return {
         "figures": {name: measure.figures(name, floor, firsts, costs) for name, floor in floors.items()},
         "reasons": reasons,
+        "verdicts": {name: dict(sorted(told.items())) for name, told in verdicts.items()},
         "engines": engines,
         "samples": {
             "first_chunk_ms": {f"{tokens}/{n}": samples for (tokens, n), samples in firsts.items()},
@@ -224,19 +251,23 @@ async def _overhead(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path
 
 def _peers(overhead: Mapping[str, Any], played: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known of each: figures of both parts, or why there are none."""
-    from kvloop.bench.peers import samples_of
+    from kvloop.bench.peers import astray, samples_of
     from kvloop.cli.bench import peers_parts, peers_vllm
 
     record = {}
     for name, what in {**peers_parts.WHAT, **peers_vllm.WHAT}.items():
         figures, ttft = overhead["figures"].get(name, {}), played["figures"].get(name, {})
-        reasons = [overhead["reasons"].get(name, "")]
+        simulated = overhead["verdicts"].get(name, {})
+        reasons = [overhead["reasons"].get(name, ""), astray(simulated, peers_parts.VERDICT)]
+        if strayed := astray(ttft.get("later_verdicts", {}), peers_vllm.VERDICTS.get(name, "")):
+            reasons.append(f"on real vLLM: {strayed}")
         if name in played["reasons"]:
             reasons.append(f"on real vLLM: {played['reasons'][name]}")
         record[name] = {
             "samples": samples_of(figures) + ttft.get("samples", 0),
             "what": what,
             "reason": "; ".join(filter(None, reasons)),
+            "verdicts": simulated,
             "overhead": figures,
             "real": ttft,
         }
