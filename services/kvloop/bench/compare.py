@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from kvloop.bench import statistics
 from kvloop.bench.records import Record
+from kvloop.bench.sweep import stray
 
 ALPHA = 0.05
 METRICS = ("ttft_ms", "tpot_ms", "latency_ms", "prefill_ms", "transfer_ms")
@@ -80,10 +81,10 @@ def compare(
 
 
 def samples_of(records: Sequence[Record], metric: str) -> dict[tuple[str, int], list[float]]:
-    """Return the measured values by leg and prompt length."""
+    """Return the measured values by leg and prompt length; turns that went another way are left out."""
     samples: dict[tuple[str, int], list[float]] = {}
     for record in records:
-        if record.measured and not record.error:
+        if record.measured and not record.error and not stray(record):
             samples.setdefault((record.leg, record.nominal_tokens), []).append(getattr(record, metric))
     return samples
 

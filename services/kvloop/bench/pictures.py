@@ -62,6 +62,8 @@ def _ttft(summary: Mapping[str, Any], titled: str) -> Figure:
     ends: list[tuple[float, float, str, str]] = []
     for leg, cells in summary["legs"].items():
         lengths = sorted(cells, key=int)
+        if not lengths:
+            continue
         places = [int(length) for length in lengths]
         middles = [cells[length]["ttft_ms"]["value"] for length in lengths]
         colour = _colour(leg, summary)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloop.cli.errors import CommandFailed, say, sentences, write_line
+from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_line
 
 
 def make_command() -> Any:
@@ -47,11 +47,15 @@ def report(
         legs = {**settings.get("legs", {}), **former["settings"].get("legs", {})}
         settings = {**former["settings"], **settings, "legs": legs}
         complete = complete and bool(former["complete"])
-    write_all(out or folders[0], summarise(read, settings, complete=complete))
+    if write_all(out or folders[0], summarise(read, settings, complete=complete)):
+        sys.exit(EXIT_FAILED)
 
 
-def write_all(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary and pictures and say where they are. Without matplotlib there are no pictures."""
+def write_all(folder: Path, summary: Mapping[str, Any]) -> list[str]:
+    """Write summary and pictures, say where they are and return what legs lack, which is said too.
+
+    Without matplotlib there are no pictures.
+    """
     from kvloop.bench import report as reports
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +68,10 @@ def write_all(folder: Path, summary: Mapping[str, Any]) -> None:
     else:
         pictures.draw(folder, summary, title_of(summary["settings"]))
     say(f"Results are in {folder}")
+    lacking = reports.lacking(summary)
+    for sentence in lacking:
+        say(sentence)
+    return lacking
 
 
 def title_of(settings: Mapping[str, Any]) -> str:
