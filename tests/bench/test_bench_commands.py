@@ -79,6 +79,7 @@ def test_a_sweep_does_not_differ_from_itself(sweep: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     # Two samples at each of two lengths can't prove anything, whatever they say.
     assert ended.stdout.count("too few samples") == 4
+    assert "only where the runs' samples are apart" in ended.stdout
 
 
 def test_a_slower_run_can_fail_a_build(sweep: Path, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ async def test_a_summary_says_what_the_records_say() -> None:
     summary = report.summarise(records, {"engine": "simulated"}, complete=True)
     assert list(summary["legs"]) == ["off-cold", "off-hot", "readback", "direct"]
     cell = summary["legs"]["readback"]["128"]
-    assert cell["ttft_ms"] == {"value": 100.0, "ci_low": 100.0, "ci_high": 100.0, "n": 4}
+    assert cell["ttft_ms"] == {"value": 100.0, "range_low": 100.0, "range_high": 100.0, "n": 4}
     assert cell["verdicts"] == {"READBACK": 4}
     assert cell["tokens"]["readback"] == 64
     assert (cell["transfer_ms"]["value"], cell["bytes"], cell["descriptors"]) == (20.0, 4096, 3)
@@ -160,7 +160,8 @@ async def test_a_summary_says_what_the_records_say() -> None:
     assert summary["identical_prompts"] == {"samples": 8, "identical": 8}
     assert summary["identical_answers"] == {"samples": 8, "identical": 8}
     text = report.markdown(summary)
-    assert "| 128 | 1000.0 (1000.0 to 1000.0) |" in text
+    assert "| 128 | 1000.0 (range 1000.0 to 1000.0) |" in text
+    assert "median and range (least to most)" in text
     assert "**x10.0**" in text
     assert "no" not in summary["failures"]["first"]
     assert "not from a measurement" in text

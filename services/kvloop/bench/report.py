@@ -135,7 +135,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lines += ["**The run was ended early; this is what it had measured until then.**", ""]
     if settings.get("engine") == "simulated":
         lines += ["**Simulated engines: times come from a cost model, not from a measurement.**", ""]
-    lines += ["TTFT of the second turn at the client, in ms: median and 95% interval (bootstrap).", ""]
+    lines += [f"TTFT of the second turn at the client, in ms: median and {spread(summary)}.", ""]
     lines += _ttft_table(summary)
     lines += ["", "Where the time of the prefill leg goes, in ms (medians), and what was read:", ""]
     lines += _prefill_table(summary)
@@ -211,9 +211,20 @@ def lengths_of(summary: Mapping[str, Any]) -> list[str]:
     return sorted({length for cells in summary["legs"].values() for length in cells}, key=int)
 
 
+def spread(summary: Mapping[str, Any]) -> str:
+    """Return what stands beside the medians of a summary's TTFT, for people."""
+    counts = [cell["ttft_ms"]["n"] for cells in summary["legs"].values() for cell in cells.values()]
+    if counts and max(counts) < statistics.ENOUGH:
+        return "range (least to most)"
+    few = any(count < statistics.ENOUGH for count in counts)
+    return "95% interval (bootstrap)" + (f", range of fewer than {statistics.ENOUGH} samples" if few else "")
+
+
 def _estimate(value: Mapping[str, Any]) -> str:
-    text = f"{value['value']:.1f}"
-    return text if value["ci_low"] is None else f"{text} ({value['ci_low']:.1f} to {value['ci_high']:.1f})"
+    text, found = f"{value['value']:.1f}", statistics.bounds(value)
+    if found is None:
+        return text
+    return f"{text} ({'range ' if 'range_low' in value else ''}{found[0]:.1f} to {found[1]:.1f})"
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:
