@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvloop.bench.workload import sharegpt
 from kvloop.bench.workload.agentic import REACT_STOP, Agentic
-from kvloop.bench.workload.distributions import LogNormal, UniformInt, whole
+from kvloop.bench.workload.distributions import Constant, LogNormal, UniformInt, whole
 from kvloop.bench.workload.lengths import LengthSweep
 from kvloop.bench.workload.model import Conversation, History, Kind, Session, Step
 from kvloop.bench.workload.multiturn import MultiTurn
@@ -68,11 +68,17 @@ def test_multi_turn_keeps_to_its_parameters(seed: int, number: int) -> None:
     session = MultiTurn().session(seed, number)
     assert session == MultiTurn().session(seed, number)
     assert not session.forks
-    assert 12 <= len(session.main.steps) <= 18
+    assert 6 <= len(session.main.steps) <= 9
     assert 501 <= len(session.main.opening.split()) <= 10_500
     for step in session.main.steps:
         assert 120 <= len(step.text.split()) <= 160
         assert 800 <= step.output_tokens <= 1_200
+
+
+@pytest.mark.parametrize(("messages", "turns"), [(1, 1), (2, 1), (12, 6), (13, 7), (14, 7), (17, 9), (18, 9)])
+def test_messages_of_both_sides_make_turns_of_two(messages: int, turns: int) -> None:
+    shape = MultiTurn(messages=Constant(messages), opening_tokens=Constant(1))
+    assert len(shape.session(0, 0).main.steps) == turns
 
 
 def test_multi_turn_shares_an_opening_and_nothing_else() -> None:
