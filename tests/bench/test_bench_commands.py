@@ -144,4 +144,4 @@ def test_a_workload_can_be_written(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     ended = bench("workload", str(file), "--kind", "agentic", "--sessions", "3", "--scale", "0.01")
     assert ended.returncode == 0, ended.stderr
-    assert len([entry for entry in json.loads(file.read_text()) if "kvloop" not in entry]) == 3
+    assert len([entry for entry in json.loads(file.read_text()) if "parent" not in entry["kvloop"]]) == 3
