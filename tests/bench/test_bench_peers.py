@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from bench_fakes import FakeTarget
+from click.testing import CliRunner
 
 from kvloop.bench import peers_engines, peers_fetch
 from kvloop.bench.peers import FLOOR, Entrant, Field, astray, cpu, figures, first_chunks, lines, samples_of
@@ -27,8 +29,10 @@ from kvloop.bench.peers_serve import DONE, with_handles
 from kvloop.bench.router import Measured
 from kvloop.bench.router_traffic import Played, Talk, TurnLost, talk
 from kvloop.bench.workload.words import WordEncoder
-from kvloop.cli.bench import peers_vllm
-from kvloop.cli.bench.peers import complaints_of
+from kvloop.cli.bench import peers_parts, peers_vllm
+from kvloop.cli.bench.peers import complaints_of, make_command
+from kvloop.cli.bench.peers_record import PeersRecord
+from kvloop.cli.supervisor.part import PartFailed
 from kvloop.engine.settings import EngineSettings
 
 # -- engines and clients ---------------------------------------------------------------------------------
@@ -289,6 +293,65 @@ def test_turns_that_went_another_way_than_their_leg_are_told() -> None:
     assert complaints_of({"kvloop-grpc": peer({}) | {"samples": 0}}) == ["kvloop was not measured"]
 
 
+async def test_a_record_can_be_written_at_any_time_and_says_whether_it_is_whole(tmp_path: Path) -> None:
+    record = PeersRecord(tmp_path / "deep" / "peers.json", {"rounds": 2}, {"vllm-router": "0.1.17"})
+    told: dict[str, str] = {}
+    verdicts = Counter({"READBACK": 1})
+    record.floors |= {"floor": "floor", "kvloop-grpc": "floor"}
+    record.verdicts += [{"kvloop-grpc": verdicts}, {"kvloop-grpc": Counter({"READBACK": 1})}]
+    record.reasons += [{"proxy": "no wheel"}, told, {"proxy": "no wheel"}]
+    record.firsts[500, 1] = {"floor": [1.0], "kvloop-grpc": [2.0]}
+    verdicts["DIRECT"] += 1
+    told["kvloop-grpc"] = "TurnLost: gone"
+    written = record.keep()
+    assert json.loads(record.out.read_text()) == json.loads(json.dumps(written))
+    assert not written["complete"]
+    assert written["peers"]["proxy"]["reason"] == "no wheel"
+    ours = written["peers"]["kvloop-grpc"]
+    assert (ours["samples"], ours["verdicts"]) == (1, {"DIRECT": 1, "READBACK": 2})
+    assert ours["reason"] == "TurnLost: gone; 1 of 3 later turns not READBACK: DIRECT x1"
+    # A conversation on real vLLM is kept as soon as it was played.
+    ended: list[int] = []
+    legs = {"kvloop": Leg(FakeTarget(fails_at=7).send), "proxy": Leg(FakeTarget().send)}
+    plan = RealPlan(conversations=2, turns=3, opening=8, input=4, output=2)
+    playing = Real(
+        plan, legs, WordEncoder(32_000), kept=lambda: ended.append(record.keep()["samples"]["real"])
+    )
+    record.turns = playing.turns
+    record.real_reasons.append(playing.lost)
+    await playing.play()
+    assert [len(turns) for turns in ended] == [6, 10]
+    assert (
+        "on real vLLM: turn 2: TargetFailed"
+        in json.loads(record.out.read_text())["peers"]["kvloop"]["reason"]
+    )
+    assert not list(record.out.parent.glob("*.part"))
+
+
+def test_what_was_measured_before_a_part_failed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeStage(peers_parts.Stage):
+        async def counts(self) -> dict[str, Any]:
+            return {"prefill": {}}
+
+    @asynccontextmanager
+    async def simulated(*_: Any, step_ms: float, folder: Path) -> AsyncIterator[FakeStage]:
+        if step_ms:
+            raise PartFailed("router-0", "ended by itself", "")
+        yield FakeStage({"floor": Entrant(Fake(1.0), FLOOR), "kvloop-grpc": Entrant(Fake(2.0), FLOOR)})
+
+    monkeypatch.setattr(peers_parts, "simulated", simulated)
+    out = tmp_path / "peers.json"
+    arguments = ["--no-real", "--offline", "--rounds", "2", "--cache", str(tmp_path), "--out", str(out)]
+    result = CliRunner().invoke(make_command(), arguments)
+    assert result.exit_code != 0
+    record = json.loads(out.read_text())
+    assert (record["complete"], record["engines"]) == (False, {})
+    assert set(record["samples"]["first_chunk_ms"]) == {"500/1", "500/8", "24000/1", "24000/8"}
+    assert record["peers"]["kvloop-grpc"]["overhead"]["24000"]["at_once_8"]["added_ms"]["p50"] == 1.0
+
+
 def test_an_error_in_a_stream_is_a_lost_turn() -> None:
     assert events_of(b'data: {"choices": []}\n\ndata: [DONE]\n\n') == [{"choices": []}]
     with pytest.raises(TurnLost):
@@ -407,6 +470,7 @@ def test_kvloop_and_the_floor_are_measured_where_no_peer_can_be_had(tmp_path: Pa
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     record = json.loads(out.read_text())
+    assert record["complete"]
     peers = record["peers"]
     for name in ("floor", "floor-grpc", "kvloop-grpc"):
         assert peers[name]["samples"] > 0, name

@@ -79,6 +79,8 @@ class Real:
     plan: RealPlan
     legs: dict[str, Leg]
     encoder: Encoder
+    kept: Callable[[], object] = lambda: None
+    """Called when a conversation was played."""
     lost: dict[str, str] = field(default_factory=dict)
     turns: list[RealTurn] = field(default_factory=list)
 
@@ -90,6 +92,7 @@ class Real:
             if number and time.monotonic() > until:
                 break
             await self._conversation(number, self.plan.turns)
+            self.kept()
 
     async def _conversation(self, number: int, turns: int) -> None:
         plan, rng = self.plan, rng_of(self.plan.seed, "peers", number)
