@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvloop.bench import statistics
-from kvloop.bench.compare import Finding, compare
+from kvloop.bench.compare import Finding, compare, dropped
 from kvloop.bench.records import Record
 
 _TIMES = st.lists(st.floats(0.1, 1e5), min_size=2, max_size=12)
@@ -172,3 +172,21 @@ def test_only_what_both_runs_measured_is_compared() -> None:
     assert [(one.leg, one.finding) for one in found] == [("readback", Finding.NOISE)]
     # Nothing was read back in these records: there is no transfer to compare.
     assert compare(before, after, metric="transfer_ms") == []
+
+
+def test_what_is_not_compared_is_told() -> None:
+    before, after = _run(1, {"off-cold": 1.0, "readback": 1.0}), _run(2, {"readback": 1.0, "direct": 1.0})
+    place = next(place for place, record in enumerate(after) if record.nominal_tokens == 1024)
+    after[place] = replace(after[place], ttft_ms=0.0)
+    (found,) = compare(before, after)
+    assert [cell.nominal_tokens for cell in found.cells] == [512, 2048]
+    told = dropped(before, after)
+    assert len(told) == 7
+    assert "readback at 1,024 tokens: 1 of 8 samples of B are 0" in told
+    assert "off-cold at 512 tokens: only A has it" in told
+    assert "direct at 2,048 tokens: only B has it" in told
+    assert dropped(before, before) == []
+    assert (
+        dropped(before, before, metric="transfer_ms")[0]
+        == "off-cold at 512 tokens: 8 of 8 samples of A are 0"
+    )

@@ -228,6 +228,19 @@ async def test_a_leg_that_never_was_what_it_is_named_for_ends_a_report_with_a_fa
     assert (tmp_path / "ttft.png").is_file()
 
 
+@pytest.mark.parametrize("settings", [{"workload": "agentic"}, {}])
+def test_a_load_is_not_reported_as_a_sweep(settings: dict[str, Any], tmp_path: Path) -> None:
+    with RecordFile(tmp_path / REQUESTS) as file:
+        file.add(Record("load", 0, "c", 1, measured=True, ttft_ms=5.0))
+    summary = json.dumps({"settings": settings, "complete": True, "measured": 1})
+    (tmp_path / "summary.json").write_text(summary)
+    result = CliRunner().invoke(make_report(), [str(tmp_path)])
+    assert result.exit_code != 0
+    assert "holds no sweep but a load" in result.output
+    assert [file.name for file in sorted(tmp_path.iterdir())] == [REQUESTS, "summary.json"]
+    assert (tmp_path / "summary.json").read_text() == summary
+
+
 @pytest.mark.parametrize(
     ("record", "why"),
     [

@@ -62,13 +62,12 @@ def compare(
 ) -> list[Comparison]:
     """Return what changed from the first run to the second, by leg, in the first run's order.
 
-    Legs and lengths that only one run measured are left out.
+    Of legs and lengths that are left out, dropped() tells why.
     """
     before, after = samples_of(first, metric), samples_of(second, metric)
     legs: dict[str, list[int]] = {}
     for leg, length in before:
-        # A zero is no time: nothing of the kind happened (no read, no prefill leg).
-        if (leg, length) in after and min(*before[leg, length], *after[leg, length]) > 0:
+        if not _why_dropped(before.get((leg, length), ()), after.get((leg, length), ())):
             legs.setdefault(leg, []).append(length)
     cells_of = {
         leg: tuple(_cell(length, before[leg, length], after[leg, length]) for length in sorted(lengths))
@@ -90,6 +89,27 @@ def compare(
         finding = _finding(change, adjusted[leg], 2 * reachable * len(legs), min_change)
         found.append(Comparison(leg, change, adjusted[leg], finding, cells))
     return found
+
+
+def dropped(first: Sequence[Record], second: Sequence[Record], *, metric: str = "ttft_ms") -> list[str]:
+    """Return which legs and lengths of either run compare() leaves out, and why, for people."""
+    before, after = samples_of(first, metric), samples_of(second, metric)
+    told = []
+    for leg, length in dict.fromkeys((*before, *after)):
+        if why := _why_dropped(before.get((leg, length), ()), after.get((leg, length), ())):
+            told.append(f"{leg}{f' at {length:,} tokens' if length else ''}: {why}")
+    return told
+
+
+def _why_dropped(before: Sequence[float], after: Sequence[float]) -> str:
+    """Return why a cell can't be compared; empty when it can."""
+    for name, other, samples in (("A", "B", before), ("B", "A", after)):
+        if not samples:
+            return f"only {other} has it"
+        # A zero is no time: nothing of the kind happened (no read, no prefill leg).
+        if zeros := sum(sample <= 0 for sample in samples):
+            return f"{zeros} of {len(samples)} samples of {name} are 0"
+    return ""
 
 
 def samples_of(records: Sequence[Record], metric: str) -> dict[tuple[str, int], list[float]]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloop.cli.errors import EXIT_FAILED, CommandFailed, sentences, write_line
+from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_line
 
 _FEW = (
     "Fewer than {} samples have a range, not an interval: they tell a change only where the runs' samples"
@@ -44,11 +44,12 @@ def compare(
     if metric not in comparing.METRICS:
         raise CommandFailed(f"--metric: {metric}: choose from {', '.join(comparing.METRICS)}")
     try:
-        found = comparing.compare(
-            records.read(before), records.read(after), metric=metric, min_change=min_change
-        )
+        first, second = records.read(before), records.read(after)
     except records.BadRecords as error:
         raise CommandFailed(str(error)) from None
+    found = comparing.compare(first, second, metric=metric, min_change=min_change)
+    for line in comparing.dropped(first, second, metric=metric):
+        say(f"not compared: {line}")
     if not found:
         raise CommandFailed(f"the runs have no leg and prompt length in common that {metric} was measured of")
     table = Table(

@@ -41,9 +41,12 @@ def report(
     for folder in folders:
         try:
             former = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            read += records.read(folder)
+            own = records.read(folder)
         except (OSError, ValueError) as error:
             raise CommandFailed(f"{folder} holds no sweep: {error}") from None
+        if "workload" in former["settings"] or (own and not any(record.nominal_tokens for record in own)):
+            raise CommandFailed(f"{folder} holds no sweep but a load; its summary.json is left as it is")
+        read += own
         legs = {**settings.get("legs", {}), **former["settings"].get("legs", {})}
         settings = {**former["settings"], **settings, "legs": legs}
         complete = complete and bool(former["complete"])
