@@ -43,7 +43,8 @@ class Entrant:
 
     def verdicts(self) -> Counter[str]:
         """Return how turns after a conversation's first came by their KV, where the way is told."""
-        return getattr(self.way, "verdicts", Counter())
+        found: Counter[str] | None = getattr(self.way, "verdicts", None)
+        return Counter() if found is None else found
 
 
 @dataclass(slots=True)

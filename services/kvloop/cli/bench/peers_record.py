@@ -20,7 +20,7 @@ class PeersRecord:
 
     out: Path
     settings: Mapping[str, Any]
-    versions: Mapping[str, str]
+    versions: dict[str, str]
     """Of the peers."""
     when: str = field(default_factory=environment.now)
     begun: float = field(default_factory=time.monotonic)
