@@ -1,14 +1,10 @@
 """What peers' measurements mean, the pieces that they are made of, and a small run as a process."""
 
 import asyncio
-import hashlib
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
-import zipfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,9 +15,8 @@ import pytest
 from bench_fakes import FakeTarget
 from click.testing import CliRunner
 
-from kvloop.bench import peers_engines, peers_fetch
+from kvloop.bench import peers_engines
 from kvloop.bench.peers import FLOOR, Entrant, Field, astray, cpu, figures, first_chunks, lines, samples_of
-from kvloop.bench.peers_fetch import FetchFailed, Release
 from kvloop.bench.peers_http import Line, PastHttp, ThroughHttp, reading
 from kvloop.bench.peers_picture import draw
 from kvloop.bench.peers_real import Leg, Real, RealPlan, events_of, identical, summarise, ttft_lines
@@ -143,6 +138,27 @@ async def test_a_stream_that_ends_early_is_a_lost_turn() -> None:
         with pytest.raises(TurnLost, match="ended early"):
             await way.play(talk(10, 2, 1000))
         await way.close()
+
+
+async def test_a_gateways_verdicts_are_counted_after_a_conversations_first_turn() -> None:
+    verdicts = iter(["recompute", "readback", "direct"])
+
+    async def gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for verdict in verdicts:
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+            last = json.dumps({"choices": [{"text": "b"}], "kvloop": {"verdict": verdict}}).encode()
+            events = peers_engines.chunk("a ") + b"data: " + last + b"\n\ndata: [DONE]\n\n"
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(events), events))
+
+    async with served(gateway) as endpoint:
+        way, mine = ThroughHttp(endpoint), talk(10, 2, 1000)
+        for _ in range(3):
+            await way.play(mine)
+        assert Entrant(way, FLOOR).verdicts() == {"READBACK": 1, "DIRECT": 1}
+        await way.close()
+    assert Entrant(Fake(1.0), FLOOR).verdicts() == {}
 
 
 # -- measuring -------------------------------------------------------------------------------------------
@@ -385,55 +401,6 @@ async def test_streams_tell_the_handle_before_their_end() -> None:
     }
     assert events[3:] == [DONE]
     assert [event async for event in told(Serving(), "a", outputs(None), "b")] == ["data: ab\n\n", DONE]
-
-
-# -- fetching --------------------------------------------------------------------------------------------
-
-
-def sdist(folder: Path) -> Release:
-    archive = folder / "thing-1.0.tar.gz"
-    with tarfile.open(archive, "w:gz") as made:
-        for name in ("thing-1.0/a/one.py", "thing-1.0/two.py", "thing-1.0/three.py"):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(name)
-            made.addfile(entry, io.BytesIO(name.encode()))
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    return Release("thing", "1.0", archive.name, found, ("a/one.py", "two.py"))
-
-
-def test_what_is_wanted_of_an_archive_is_unpacked(tmp_path: Path) -> None:
-    release = sdist(tmp_path)
-    peers_fetch.unpack(release, tmp_path / release.file_name, tmp_path / "kept")
-    assert sorted(file.name for file in (tmp_path / "kept").iterdir()) == ["one.py", "two.py"]
-    lacking = Release("thing", "1.0", release.file_name, release.sha256, ("four.py",))
-    with pytest.raises(FetchFailed, match=r"has no thing-1\.0/four\.py"):
-        peers_fetch.unpack(lacking, tmp_path / release.file_name, tmp_path / "other")
-
-
-def test_a_release_is_fetched_once_and_only_with_the_right_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = tmp_path / "thing-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(made, "w") as wheel:
-        wheel.writestr("thing/__init__.py", "")
-    asked: list[str] = []
-
-    def download(release: Release, folder: Path, until: float) -> Path:
-        asked.append(release.version)
-        return made
-
-    monkeypatch.setattr(peers_fetch, "_download", download)
-    cache = tmp_path / "cache"
-    wrong = Release("thing", "1.0", made.name, "0" * 64)
-    with pytest.raises(FetchFailed, match="has SHA-256"):
-        peers_fetch.get(wrong, cache)
-    assert list(cache.iterdir()) == []
-    right = Release("thing", "1.0", made.name, hashlib.sha256(made.read_bytes()).hexdigest())
-    with pytest.raises(FetchFailed, match="--offline"):
-        peers_fetch.get(right, cache, offline=True)
-    for _ in range(2):
-        assert (peers_fetch.get(right, cache) / "thing" / "__init__.py").is_file()
-    assert asked == ["1.0", "1.0"]
 
 
 # -- as a process ----------------------------------------------------------------------------------------
