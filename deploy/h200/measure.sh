@@ -8,13 +8,21 @@
 #   measure.sh streams SHAPE_FOLDER OUT_FOLDER            what such turns do to streams that run beside them
 #   measure.sh load SHAPE_FOLDER OUT_FOLDER [options of kvloop bench load]      agents in an open loop, P with its
 #                                              prefix cache, routers as they come: without reuse, then with it
-#   measure.sh smoke,sweep,streams SHAPE_FOLDER OUT_FOLDER [options]      on one fleet, one after another
+#   measure.sh smoke,sweep,streams SHAPE_FOLDER OUT_FOLDER [options]      on one fleet, one after another;
+#                                              hot and load want a fleet of their own
 #
 # Python with kvloop and vLLM comes first in PATH or PYTHONPATH. SHAPE_FOLDER has a config.json.
 # BLOCK_SIZE, MAX_MODEL_LEN and SECONDS_AT_MOST may be set; TRACE=1 writes every part's traces, too; GPUS=0,0 has
 # P and D share a GPU; MAX_SEQS; MORE_ARGS is JSON of further engine arguments, UP_ARGS further options of kvloop up, PORT the
 # first router's; DRY=1 has simulated engines, to try the script where no GPU is.
 set -u
+case ,$1, in
+  ,hot, | ,load,) ;;
+  *,hot,* | *,load,*)
+    echo "$1: hot and load have P keep a prefix cache, and load has routers choose: play each by itself" >&2
+    exit 2
+    ;;
+esac
 what=$1 shape=$2 out=$3
 shift 3
 here=$(cd "$(dirname "$0")" && pwd)
@@ -112,11 +120,11 @@ case $step in
       --router-hot "$router" --vocabulary "$vocabulary" --legs off-hot --out "$out" "$@"
     ;;
   load)
-    # The same sessions of other tokens: neither leg finds the other's in a cache.
+    # The same sessions of other tokens: neither finds the other's in a cache. One name, for kvloop bench compare.
     python3 "$here/watch.py" "$(endpoint prefill-0)" "$(endpoint decode-0)" "$out/pools.jsonl" &
     watching=$!
     for leg in off:--no-reuse on:--reuse; do
-      timeout -s INT "${SECONDS_AT_MOST:-150}" "${run[@]}" bench load agentic --router "$router" --name "${leg%:*}" \
+      timeout -s INT "${SECONDS_AT_MOST:-150}" "${run[@]}" bench load agentic --router "$router" --name load \
         "${leg#*:}" --vocabulary "$((vocabulary -= 1))" --out "$out/load-${leg%:*}" "$@"
     done
     kill "$watching"

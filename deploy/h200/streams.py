@@ -4,7 +4,8 @@
 
 Per leg: STREAMS answers of LENGTH tokens stream at once, and TURNS second turns of TOKENS tokens arrive
 among them, EVERY_S seconds apart. The leg "alone" has no such turns. Told are the streams' time per token
-(TPOT) and their gaps, and the turns' TTFT, which is here that of a busy D.
+(TPOT) and their gaps, and the turns' TTFT, which is here that of a busy D. What fails is left out and told
+under "failed"; the rest counts, and the command ends with 1.
 """
 
 import asyncio
@@ -13,11 +14,12 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvloop.bench.target import Outcome, Request, RouterTarget
-from kvloop.client import ONCE, Client, Retention, SamplingParams
+from kvloop.bench.target import Request, RouterTarget, TargetFailed
+from kvloop.client import ONCE, CallFailed, Client, Retention, SamplingParams
 
 LEGS = ("alone", "off-cold", "readback", "direct")
 STREAMS = 4
@@ -25,6 +27,8 @@ LENGTH = 480
 PROMPT = 1_024
 TURNS = 2
 EVERY_S = 4.0
+AFTER_S = 0.5
+"""From the streams' begin to the first of the turns."""
 ANSWER = 32
 SUFFIX = 160
 BEGIN_S = 60.0
@@ -44,9 +48,15 @@ class Bench:
         """Return what came of each leg."""
         legs: dict[str, Any] = {}
         for leg in LEGS:
-            seconds = [await self._first(leg, number) for number in range(TURNS if leg != "alone" else 0)]
+            seconds, failed = [], list[str]()
+            for number in range(TURNS if leg != "alone" else 0):
+                try:
+                    seconds.append(await self._first(leg, number))
+                except TargetFailed as failure:
+                    failed.append(f"first turn: {failure}")
             await self._leg(leg, [])  # what is new to the engines, such as a batch of this size
             legs[leg] = await self._leg(leg, seconds)
+            legs[leg]["failed"] = [*failed, *legs[leg]["failed"]]
         await self._client.close()
         for target in self._targets.values():
             await target.close()
@@ -60,17 +70,18 @@ class Bench:
             await asyncio.gather(*(event.wait() for event in begun))
         turns = []
         for number, request in enumerate(seconds):
-            await asyncio.sleep(EVERY_S if number else 0.5)
+            await asyncio.sleep(EVERY_S if number else AFTER_S)
             turns.append(asyncio.create_task(self._targets[leg].send(request)))
-        gaps = await asyncio.gather(*streams)
-        outcomes: list[Outcome] = await asyncio.gather(*turns)
+        gaps, lost = _told(await asyncio.gather(*streams, return_exceptions=True), "stream")
+        outcomes, failed = _told(await asyncio.gather(*turns, return_exceptions=True), "turn")
         every = sorted(gap for stream in gaps for gap in stream)
         return {
-            "tpot_ms": statistics.mean(every),
-            "tpot_ms_by_stream": [statistics.mean(stream) for stream in gaps],
-            "gap_ms_p50": every[len(every) // 2],
-            "gap_ms_p99": every[len(every) * 99 // 100],
-            "gap_ms_max": every[-1],
+            "tpot_ms": statistics.mean(every) if every else None,
+            "tpot_ms_by_stream": [statistics.mean(stream) for stream in gaps if stream],
+            "gap_ms_p50": every[len(every) // 2] if every else None,
+            "gap_ms_p99": every[len(every) * 99 // 100] if every else None,
+            "gap_ms_max": every[-1] if every else None,
+            "failed": [*lost, *failed],
             "turns": [
                 {"verdict": outcome.verdict, "ttft_ms": outcome.ttft_ms, "tokens": outcome.tokens}
                 for outcome in outcomes
@@ -81,19 +92,23 @@ class Bench:
         """Return the gaps between an answer's tokens, in ms; a chunk of several tokens counts as so many."""
         gaps: list[float] = []
         last = 0.0
-        async for event in self._client.turn(
-            self._prompt(PROMPT),
-            conversation_id=f"stream-{self._rng.random()}",
-            sampling=SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True),
-            retention=Retention(hold=False),
-            reuse=False,
-        ):
-            if not event.token_ids:
-                continue
-            now = time.perf_counter()
-            if last:
-                gaps += [(now - last) * 1000 / len(event.token_ids)] * len(event.token_ids)
-            last = now
+        try:
+            async for event in self._client.turn(
+                self._prompt(PROMPT),
+                conversation_id=f"stream-{self._rng.random()}",
+                sampling=SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True),
+                retention=Retention(hold=False),
+                reuse=False,
+            ):
+                if not event.token_ids:
+                    continue
+                now = time.perf_counter()
+                if last:
+                    gaps += [(now - last) * 1000 / len(event.token_ids)] * len(event.token_ids)
+                last = now
+                begun.set()
+        finally:
+            # Of one that fails nobody waits for the begin.
             begun.set()
         return gaps
 
@@ -110,6 +125,22 @@ class Bench:
         return [self._rng.randrange(1_000, self._vocabulary) for _ in range(count)]
 
 
+T = TypeVar("T")
+
+
+def _told(results: Sequence[T | BaseException], what: str) -> tuple[list[T], list[str]]:
+    """Return what came, and what is to be told of what failed. Raises what is no failure of a turn."""
+    came, failed = list[T](), list[str]()
+    for result in results:
+        if isinstance(result, TargetFailed | CallFailed):
+            failed.append(f"{what}: {result}")
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            came.append(result)
+    return came, failed
+
+
 def main(arguments: list[str]) -> None:
     """Play, and write what came of it."""
     router, direct, vocabulary, out, *tokens = arguments
@@ -118,10 +149,14 @@ def main(arguments: list[str]) -> None:
     Path(out).write_text(json.dumps(legs, indent=1) + "\n", encoding="utf-8")
     for leg, told in legs.items():
         ttft = " ".join(f"{turn['verdict']} {turn['ttft_ms']:.0f}" for turn in told["turns"])
-        sys.stdout.write(
-            f"{leg:9} TPOT {told['tpot_ms']:6.2f} ms, gaps p99 {told['gap_ms_p99']:6.1f} "
-            f"max {told['gap_ms_max']:6.1f}; turns: {ttft}\n"
-        )
+        times = "no stream came to its end"
+        if told["tpot_ms"] is not None:
+            times = f"TPOT {told['tpot_ms']:6.2f} ms, gaps p99 {told['gap_ms_p99']:6.1f} "
+            times += f"max {told['gap_ms_max']:6.1f}"
+        failed = f"; {len(told['failed'])} failed: {told['failed'][0]}" if told["failed"] else ""
+        sys.stdout.write(f"{leg:9} {times}; turns: {ttft}{failed}\n")
+    if any(told["failed"] for told in legs.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class FakeTarget:
             latency_ms=1500.0,
             input_num_tokens=len(request.prompt),
             output_num_tokens=len(answer),
-            verdict="READBACK" if held else "RECOMPUTE",
+            verdict=("DIRECT" if self.name == "direct" else "READBACK") if held else "RECOMPUTE",
             reason="PROVEN" if held else "DISABLED",
             tokens={"p_local": 0, "readback": held, "d_local": 0, "computed": len(request.prompt) - held},
             prefill_ms=80.0 if held else 900.0,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -9,7 +10,7 @@ from bench_fakes import FakeTarget
 
 from kvloop.bench.http_target import HttpTarget
 from kvloop.bench.load import Load, LoadPlan
-from kvloop.bench.load_report import summarise_load
+from kvloop.bench.load_report import retokenized, summarise_load
 from kvloop.bench.records import Record
 from kvloop.bench.target import Outcome, Request, TargetFailed
 from kvloop.bench.workload.agentic import Agentic
@@ -183,8 +184,26 @@ async def test_an_openai_server_is_a_target() -> None:
 
 async def test_answers_without_ids_are_encoded_again() -> None:
     target = http_target('{"choices": [{"text": "two words"}]}', USAGE, "[DONE]")
-    assert (await target.send(REQUEST)).token_ids == ENCODER.encode("two words")
+    outcome = await target.send(REQUEST)
+    assert outcome.token_ids == ENCODER.encode("two words")
+    assert outcome.retokenized
     await target.close()
+    told = http_target('{"choices": [{"text": "two words", "token_ids": [1]}]}', USAGE, "[DONE]")
+    assert not (await told.send(REQUEST)).retokenized
+    await told.close()
+
+
+async def test_answers_without_ids_are_told_once_for_a_run() -> None:
+    target = http_target('{"choices": [{"text": "two words"}]}', USAGE, "[DONE]")
+    records: list[Record] = []
+    await Load(LoadPlan(warm_up=1), target, ENCODER, records.append).play([session("a", 3)])
+    await target.close()
+    assert [record.retokenized for record in records] == [True] * 3
+    summary = summarise_load(records, {}, complete=True)
+    assert summary["retokenized"] == 2
+    assert retokenized(summary).startswith("2 of 2 answers came without token ids")
+    known = [replace(record, retokenized=False) for record in records]
+    assert retokenized(summarise_load(known, {}, complete=True)) == ""
 
 
 @pytest.mark.parametrize(

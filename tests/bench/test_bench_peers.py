@@ -1,14 +1,11 @@
 """What peers' measurements mean, the pieces that they are made of, and a small run as a process."""
 
 import asyncio
-import hashlib
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
-import zipfile
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,10 +13,10 @@ from typing import Any
 
 import pytest
 from bench_fakes import FakeTarget
+from click.testing import CliRunner
 
-from kvloop.bench import peers_engines, peers_fetch
-from kvloop.bench.peers import FLOOR, Entrant, Field, cpu, figures, first_chunks, lines, samples_of
-from kvloop.bench.peers_fetch import FetchFailed, Release
+from kvloop.bench import peers_engines
+from kvloop.bench.peers import FLOOR, Entrant, Field, astray, cpu, figures, first_chunks, lines, samples_of
 from kvloop.bench.peers_http import Line, PastHttp, ThroughHttp, reading
 from kvloop.bench.peers_picture import draw
 from kvloop.bench.peers_real import Leg, Real, RealPlan, events_of, identical, summarise, ttft_lines
@@ -27,6 +24,11 @@ from kvloop.bench.peers_serve import DONE, with_handles
 from kvloop.bench.router import Measured
 from kvloop.bench.router_traffic import Played, Talk, TurnLost, talk
 from kvloop.bench.workload.words import WordEncoder
+from kvloop.cli.bench import peers_parts, peers_vllm
+from kvloop.cli.bench.peers import complaints_of, make_command
+from kvloop.cli.bench.peers_record import PeersRecord
+from kvloop.cli.supervisor.part import PartFailed
+from kvloop.engine.settings import EngineSettings
 
 # -- engines and clients ---------------------------------------------------------------------------------
 
@@ -138,6 +140,27 @@ async def test_a_stream_that_ends_early_is_a_lost_turn() -> None:
         await way.close()
 
 
+async def test_a_gateways_verdicts_are_counted_after_a_conversations_first_turn() -> None:
+    verdicts = iter(["recompute", "readback", "direct"])
+
+    async def gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for verdict in verdicts:
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+            last = json.dumps({"choices": [{"text": "b"}], "kvloop": {"verdict": verdict}}).encode()
+            events = peers_engines.chunk("a ") + b"data: " + last + b"\n\ndata: [DONE]\n\n"
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(events), events))
+
+    async with served(gateway) as endpoint:
+        way, mine = ThroughHttp(endpoint), talk(10, 2, 1000)
+        for _ in range(3):
+            await way.play(mine)
+        assert Entrant(way, FLOOR).verdicts() == {"READBACK": 1, "DIRECT": 1}
+        await way.close()
+    assert Entrant(Fake(1.0), FLOOR).verdicts() == {}
+
+
 # -- measuring -------------------------------------------------------------------------------------------
 
 
@@ -240,7 +263,7 @@ async def test_a_leg_that_fails_has_a_reason_and_ends_nobody_else() -> None:
     assert (record["kvloop"]["samples"], record["proxy"]["samples"]) == (6, 2)
     assert record["kvloop"]["turns"]["3"]["prompt_tokens"] == 24
     assert record["proxy"]["times_kvloop"]["value"] == pytest.approx(1.0)
-    assert record["kvloop"]["verdicts"] == {"READBACK": 6}
+    assert record["kvloop"]["later_verdicts"] == {"READBACK": 4}
     shown = ttft_lines({name: {"real": figures} for name, figures in record.items()} | {"none": {"real": {}}})
     assert shown[1:] == ["kvloop: 100 ms", "proxy: 100 ms, 1.0 times ours"]
 
@@ -255,6 +278,94 @@ async def test_answers_that_differ_are_told() -> None:
     legs = {"kvloop": Leg(FakeTarget().send), "proxy": Leg(Other().send)}
     real = await play(legs, RealPlan(conversations=1, turns=2, opening=8, input=4, output=2))
     assert identical(real.turns) == {"turns": 2, "same_prompt": 1, "same_answer": 0}
+
+
+def test_each_leg_of_ours_is_one_way_whatever_is_the_cheapest() -> None:
+    settings = EngineSettings(model="smollm2-135m-cpu", max_model_len=4096)
+    plan = peers_vllm.plan_of(settings, {"prefill": False, "decode": True})
+    assert [(router["direct"], router["by_cost"]) for router in plan.routers] == [
+        (False, False),
+        (True, False),
+    ]
+    assert {name: leg for name, leg in peers_vllm.VERDICTS.items() if name in peers_vllm.LEGS} == {
+        "kvloop": "READBACK",
+        "kvloop-direct": "DIRECT",
+    }
+
+
+def test_turns_that_went_another_way_than_their_leg_are_told() -> None:
+    assert astray({"READBACK": 5}, "READBACK") == astray({"DIRECT": 5}, "") == astray({}, "DIRECT") == ""
+    assert astray({"READBACK": 5, "DIRECT": 2}, "READBACK") == "2 of 7 later turns not READBACK: DIRECT x2"
+
+    def peer(real: dict[str, int], **simulated: int) -> dict[str, Any]:
+        return {"samples": 1, "verdicts": simulated, "real": {"later_verdicts": real}}
+
+    good = {"kvloop-grpc": peer({}, READBACK=99, RECOMPUTE=1), "kvloop": peer({"READBACK": 5}, READBACK=9)}
+    assert complaints_of(good) == []
+    (complaint,) = complaints_of({**good, "kvloop": peer({"READBACK": 1, "DIRECT": 4})})
+    assert complaint.startswith("kvloop is not what it is named for, on real vLLM: 4 of 5")
+    (complaint,) = complaints_of({**good, "kvloop-grpc": peer({}, READBACK=98, DIRECT=2)})
+    assert "on simulated engines: 2 of 100" in complaint
+    assert complaints_of({"kvloop-grpc": peer({}) | {"samples": 0}}) == ["kvloop was not measured"]
+
+
+async def test_a_record_can_be_written_at_any_time_and_says_whether_it_is_whole(tmp_path: Path) -> None:
+    record = PeersRecord(tmp_path / "deep" / "peers.json", {"rounds": 2}, {"vllm-router": "0.1.17"})
+    told: dict[str, str] = {}
+    verdicts = Counter({"READBACK": 1})
+    record.floors |= {"floor": "floor", "kvloop-grpc": "floor"}
+    record.verdicts += [{"kvloop-grpc": verdicts}, {"kvloop-grpc": Counter({"READBACK": 1})}]
+    record.reasons += [{"proxy": "no wheel"}, told, {"proxy": "no wheel"}]
+    record.firsts[500, 1] = {"floor": [1.0], "kvloop-grpc": [2.0]}
+    verdicts["DIRECT"] += 1
+    told["kvloop-grpc"] = "TurnLost: gone"
+    written = record.keep()
+    assert json.loads(record.out.read_text()) == json.loads(json.dumps(written))
+    assert not written["complete"]
+    assert written["peers"]["proxy"]["reason"] == "no wheel"
+    ours = written["peers"]["kvloop-grpc"]
+    assert (ours["samples"], ours["verdicts"]) == (1, {"DIRECT": 1, "READBACK": 2})
+    assert ours["reason"] == "TurnLost: gone; 1 of 3 later turns not READBACK: DIRECT x1"
+    # A conversation on real vLLM is kept as soon as it was played.
+    ended: list[int] = []
+    legs = {"kvloop": Leg(FakeTarget(fails_at=7).send), "proxy": Leg(FakeTarget().send)}
+    plan = RealPlan(conversations=2, turns=3, opening=8, input=4, output=2)
+    playing = Real(
+        plan, legs, WordEncoder(32_000), kept=lambda: ended.append(record.keep()["samples"]["real"])
+    )
+    record.turns = playing.turns
+    record.real_reasons.append(playing.lost)
+    await playing.play()
+    assert [len(turns) for turns in ended] == [6, 10]
+    assert (
+        "on real vLLM: turn 2: TargetFailed"
+        in json.loads(record.out.read_text())["peers"]["kvloop"]["reason"]
+    )
+    assert not list(record.out.parent.glob("*.part"))
+
+
+def test_what_was_measured_before_a_part_failed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeStage(peers_parts.Stage):
+        async def counts(self) -> dict[str, Any]:
+            return {"prefill": {}}
+
+    @asynccontextmanager
+    async def simulated(*_: Any, step_ms: float, folder: Path) -> AsyncIterator[FakeStage]:
+        if step_ms:
+            raise PartFailed("router-0", "ended by itself", "")
+        yield FakeStage({"floor": Entrant(Fake(1.0), FLOOR), "kvloop-grpc": Entrant(Fake(2.0), FLOOR)})
+
+    monkeypatch.setattr(peers_parts, "simulated", simulated)
+    out = tmp_path / "peers.json"
+    arguments = ["--no-real", "--offline", "--rounds", "2", "--cache", str(tmp_path), "--out", str(out)]
+    result = CliRunner().invoke(make_command(), arguments)
+    assert result.exit_code != 0
+    record = json.loads(out.read_text())
+    assert (record["complete"], record["engines"]) == (False, {})
+    assert set(record["samples"]["first_chunk_ms"]) == {"500/1", "500/8", "24000/1", "24000/8"}
+    assert record["peers"]["kvloop-grpc"]["overhead"]["24000"]["at_once_8"]["added_ms"]["p50"] == 1.0
 
 
 def test_an_error_in_a_stream_is_a_lost_turn() -> None:
@@ -292,55 +403,6 @@ async def test_streams_tell_the_handle_before_their_end() -> None:
     assert [event async for event in told(Serving(), "a", outputs(None), "b")] == ["data: ab\n\n", DONE]
 
 
-# -- fetching --------------------------------------------------------------------------------------------
-
-
-def sdist(folder: Path) -> Release:
-    archive = folder / "thing-1.0.tar.gz"
-    with tarfile.open(archive, "w:gz") as made:
-        for name in ("thing-1.0/a/one.py", "thing-1.0/two.py", "thing-1.0/three.py"):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(name)
-            made.addfile(entry, io.BytesIO(name.encode()))
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    return Release("thing", "1.0", archive.name, found, ("a/one.py", "two.py"))
-
-
-def test_what_is_wanted_of_an_archive_is_unpacked(tmp_path: Path) -> None:
-    release = sdist(tmp_path)
-    peers_fetch.unpack(release, tmp_path / release.file_name, tmp_path / "kept")
-    assert sorted(file.name for file in (tmp_path / "kept").iterdir()) == ["one.py", "two.py"]
-    lacking = Release("thing", "1.0", release.file_name, release.sha256, ("four.py",))
-    with pytest.raises(FetchFailed, match=r"has no thing-1\.0/four\.py"):
-        peers_fetch.unpack(lacking, tmp_path / release.file_name, tmp_path / "other")
-
-
-def test_a_release_is_fetched_once_and_only_with_the_right_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = tmp_path / "thing-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(made, "w") as wheel:
-        wheel.writestr("thing/__init__.py", "")
-    asked: list[str] = []
-
-    def download(release: Release, folder: Path, until: float) -> Path:
-        asked.append(release.version)
-        return made
-
-    monkeypatch.setattr(peers_fetch, "_download", download)
-    cache = tmp_path / "cache"
-    wrong = Release("thing", "1.0", made.name, "0" * 64)
-    with pytest.raises(FetchFailed, match="has SHA-256"):
-        peers_fetch.get(wrong, cache)
-    assert list(cache.iterdir()) == []
-    right = Release("thing", "1.0", made.name, hashlib.sha256(made.read_bytes()).hexdigest())
-    with pytest.raises(FetchFailed, match="--offline"):
-        peers_fetch.get(right, cache, offline=True)
-    for _ in range(2):
-        assert (peers_fetch.get(right, cache) / "thing" / "__init__.py").is_file()
-    assert asked == ["1.0", "1.0"]
-
-
 # -- as a process ----------------------------------------------------------------------------------------
 
 
@@ -375,11 +437,13 @@ def test_kvloop_and_the_floor_are_measured_where_no_peer_can_be_had(tmp_path: Pa
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     record = json.loads(out.read_text())
+    assert record["complete"]
     peers = record["peers"]
     for name in ("floor", "floor-grpc", "kvloop-grpc"):
         assert peers[name]["samples"] > 0, name
         assert set(peers[name]["overhead"]) == {"500", "24000"}
     assert peers["kvloop-grpc"]["overhead"]["500"]["cost"]["turns_per_cpu_s"] > 0
+    assert set(peers["kvloop-grpc"]["verdicts"]) == {"READBACK"}
     for name in ("proxy", "toy-proxy", "vllm-router"):
         assert peers[name]["samples"] == 0
         assert "--offline" in peers[name]["reason"]

@@ -24,7 +24,7 @@ WORDS = WordEncoder(32_000)
 
 def sessions(conversations: int, turns: int) -> list[Any]:
     shape = MultiTurn(
-        turns=Constant(turns),
+        messages=Constant(2 * turns),
         common_opening_tokens=0,
         opening_tokens=Constant(80),
         input_tokens=Constant(10),

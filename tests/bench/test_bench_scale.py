@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 from kvloop.bench.router_traffic import Played, Talk, talk
-from kvloop.bench.scale import Players, Spent, cpu_s, growth, per_second, per_turn, slopes
+from kvloop.bench.scale import AXES, Effort, Players, Spent, cpu_s, growth, per_second, per_turn, slopes
 from kvloop.bench.scale_need import Assumed, Measured, million, needs
 from kvloop.bench.scale_picture import draw
 from kvloop.bench.scale_report import figure, markdown, table
-from kvloop.cli.bench.scale import make_command
+from kvloop.cli.bench.scale import Axes, keep_record, make_command, measure
+from kvloop.cli.errors import CommandFailed
 
 
 def point(workers: int, router_ms: float, **changes: Any) -> dict[str, Any]:
@@ -144,6 +146,78 @@ def record() -> dict[str, Any]:
     return made
 
 
+def test_a_million_is_reckoned_from_what_turns_cost_with_most_workers_and_routers() -> None:
+    made = record()
+    made["all"] = point(1000, 3.0, routers=4)
+    made["all"]["turn"] |= {"store_cpu_us": 150.0}
+    found = million(made)["measured"]
+    # 1.5 ms less 8 chunks and half a thousand tokens; 0.5 ms with two workers.
+    assert found["turn_ms"] == pytest.approx(1.5 - 8 * 0.02 - 0.5 * 0.03)
+    assert (found["routers"], found["routers_factor"]) == (4, 2.0)
+    assert found["store_turn_us"] == 150.0
+    assumed = Assumed(prompt_tokens=500, chunks=8)
+    assert million(made, assumed)["needs"][0]["router_cpu_ms_per_turn"] == pytest.approx(3.0)
+    # Fewer of anything do not make a turn cheaper than it was measured.
+    made["all"] = point(1000, 0.5, routers=4)
+    assert million(made)["measured"]["routers_factor"] == 1.0
+
+
+class FakeBench:
+    """Points that can be told apart; one of them may be lost."""
+
+    effort = Effort(turns=40, talks=8, idle_s=0.2)
+
+    def __init__(self, lost: int = 99) -> None:
+        self.workers = self.conversations = self.played = 0
+        self.lost = lost
+
+    async def workers_up_to(self, count: int) -> None:
+        self.workers = count
+
+    async def conversations_up_to(self, count: int) -> None:
+        self.conversations = count
+
+    async def point(self, routers: int, shape: Any = None, effort: Any = None) -> dict[str, Any]:
+        self.played += 1
+        if self.played == self.lost:
+            raise CommandFailed("a point was lost")
+        made = point(self.workers, 1.0, routers=routers, conversations=self.conversations)
+        if shape is not None:
+            made |= {"shape": shape.as_dict(), "chunks_per_turn": 8.0 * shape.output_tokens}
+        return made
+
+
+def measured(bench: FakeBench, out: Path, **axes: tuple[int, ...]) -> dict[str, Any]:
+    """Measure on a fake bench and return what is on disk."""
+    shape: dict[str, Any] = {"workers": (2, 10), "conversations": (20, 50), "routers": (1, 2)}
+    written: dict[str, Any] = {"points": {axis: [] for axis in AXES}, "shapes": {}, "complete": False}
+    opening: Any = nullcontext(bench)
+    with suppress(CommandFailed):
+        asyncio.run(measure(Axes(**shape | axes), opening, written, lambda: keep_record(out, written)))
+    keep_record(out.with_suffix(".end"), written)
+    return dict(json.loads(out.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("routers", [(1, 2), (2, 4), (4,), (1,)])
+def test_just_the_routers_that_are_named_are_measured(routers: tuple[int, ...], tmp_path: Path) -> None:
+    measured(FakeBench(), tmp_path / "scale.json", routers=routers)
+    made = json.loads((tmp_path / "scale.end").read_text(encoding="utf-8"))
+    assert [found["routers"] for found in made["points"]["routers"]] == list(routers)
+    assert made["growth"]["routers"]["turn.router_cpu_ms"]["at"] == list(routers)
+    assert (made["all"]["routers"], made["all"]["workers"]) == (routers[-1], 10)
+    assert million(made)["measured"]["routers"] == routers[-1]
+
+
+@pytest.mark.parametrize(("lost", "kept"), [(2, [1, 0, 0]), (4, [2, 1, 0]), (5, [2, 1, 0]), (6, [2, 1, 2])])
+def test_what_was_measured_before_a_point_was_lost_is_kept(
+    lost: int, kept: list[int], tmp_path: Path
+) -> None:
+    made = measured(FakeBench(lost), tmp_path / "scale.json")
+    points = [len(made["points"][axis]) for axis in ("conversations", "workers", "routers")]
+    assert (points, made["complete"]) == (kept, False)
+    assert not list(tmp_path.glob("*.part"))
+
+
 def test_a_record_makes_a_table_and_a_picture(tmp_path: Path) -> None:
     text = table(record())
     assert "router CPU per turn, ms" in text
@@ -211,6 +285,7 @@ def test_a_small_run_leaves_a_record_and_a_picture(tmp_path: Path) -> None:
     result = CliRunner().invoke(make_command(), arguments)
     assert result.exit_code == 0, result.output
     made = json.loads(out.read_text(encoding="utf-8"))
+    assert made["complete"]
     along = {axis: [found[axis] for found in points] for axis, points in made["points"].items()}
     assert along == {"workers": [2, 4], "conversations": [20, 50], "routers": [1, 2]}
     for found in (*made["points"]["workers"], *made["points"]["conversations"], made["all"]):

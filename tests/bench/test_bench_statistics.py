@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvloop.bench import statistics
-from kvloop.bench.compare import Finding, compare
+from kvloop.bench.compare import Finding, compare, dropped
 from kvloop.bench.records import Record
 
 _TIMES = st.lists(st.floats(0.1, 1e5), min_size=2, max_size=12)
@@ -29,6 +29,42 @@ def test_a_median_lies_in_its_interval_and_that_between_the_samples(samples: lis
 def test_a_single_sample_has_no_interval() -> None:
     assert statistics.median([3.0]) == statistics.Estimate(3.0, None, None, 1)
     assert statistics.ratio([3.0, 4.0], [2.0]) == statistics.Estimate(1.75, None, None, 1)
+
+
+def test_few_samples_have_a_range_and_no_interval() -> None:
+    five, six = statistics.median([5, 1, 4, 2, 3]), statistics.median([5, 1, 4, 2, 3, 6])
+    assert five.as_dict() == {"value": 3.0, "range_low": 1.0, "range_high": 5.0, "n": 5}
+    assert set(six.as_dict()) == {"value", "ci_low", "ci_high", "n"}
+    few = statistics.ratio([2, 4, 8, 6, 5, 3], [1, 2, 1, 1, 2])
+    assert few.as_dict() == {"value": 4.5, "range_low": 1.0, "range_high": 8.0, "n": 5}
+    assert not statistics.ratio([2, 4, 8, 6, 5, 3], [1, 2, 1, 1, 2, 2]).is_range
+    assert statistics.median([3.0]).as_dict() == {"value": 3.0, "range_low": None, "range_high": None, "n": 1}
+    assert statistics.bounds(five.as_dict()) == (1.0, 5.0)
+    assert statistics.bounds(six.as_dict()) == (six.low, six.high)
+    assert statistics.bounds(statistics.median([3.0]).as_dict()) is None
+
+
+def _of(cells: dict[int, list[float]]) -> list[Record]:
+    return [
+        Record("readback", length, "c", 2, measured=True, ttft_ms=value)
+        for length, values in cells.items()
+        for value in values
+    ]
+
+
+def test_few_samples_tell_a_change_only_where_their_ranges_are_apart() -> None:
+    lengths = (512, 1024, 2048)
+    before = _of({length: [10, 11, 12, 13, 14] for length in lengths})
+    (apart,) = compare(before, _of({length: [15, 16, 17, 18, 19] for length in lengths}))
+    assert (apart.finding, [cell.apart for cell in apart.cells]) == (Finding.SLOWER, [True] * 3)
+    touching = {length: [15.0, 16, 17, 18, 19] for length in lengths} | {2048: [14.0, 16, 17, 18, 19]}
+    (overlapping,) = compare(before, _of(touching))
+    assert overlapping.finding is Finding.TOO_FEW
+    # Lengths with more samples decide then.
+    more = _of({512: [10, 11, 12, 13, 14, 15], 2048: [10, 11]})
+    (decided,) = compare(more, _of({512: [20, 21, 22, 23, 24, 25], 2048: [9, 12]}))
+    assert decided.finding is Finding.SLOWER
+    assert decided.p == pytest.approx(statistics.smallest_p(6, 6), abs=2e-3)
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
@@ -136,3 +172,21 @@ def test_only_what_both_runs_measured_is_compared() -> None:
     assert [(one.leg, one.finding) for one in found] == [("readback", Finding.NOISE)]
     # Nothing was read back in these records: there is no transfer to compare.
     assert compare(before, after, metric="transfer_ms") == []
+
+
+def test_what_is_not_compared_is_told() -> None:
+    before, after = _run(1, {"off-cold": 1.0, "readback": 1.0}), _run(2, {"readback": 1.0, "direct": 1.0})
+    place = next(place for place, record in enumerate(after) if record.nominal_tokens == 1024)
+    after[place] = replace(after[place], ttft_ms=0.0)
+    (found,) = compare(before, after)
+    assert [cell.nominal_tokens for cell in found.cells] == [512, 2048]
+    told = dropped(before, after)
+    assert len(told) == 7
+    assert "readback at 1,024 tokens: 1 of 8 samples of B are 0" in told
+    assert "off-cold at 512 tokens: only A has it" in told
+    assert "direct at 2,048 tokens: only B has it" in told
+    assert dropped(before, before) == []
+    assert (
+        dropped(before, before, metric="transfer_ms")[0]
+        == "off-cold at 512 tokens: 8 of 8 samples of A are 0"
+    )

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from bench_fakes import FakeTarget
+from click.testing import CliRunner
 
+from kvloop.bench import compare as comparing
 from kvloop.bench import pictures, report
 from kvloop.bench.article import GLM_5_FP8, QWEN3_32B
 from kvloop.bench.records import REQUESTS, BadRecords, Record, RecordFile, digest, read
@@ -20,9 +22,11 @@ from kvloop.bench.sweep import (
     READBACK_EVICTED,
     Sweep,
     SweepPlan,
+    stray,
 )
 from kvloop.bench.workload.lengths import LengthSweep
 from kvloop.bench.workload.words import WordEncoder
+from kvloop.cli.bench.report import make_command as make_report
 
 PLAN = SweepPlan(
     legs=(OFF_COLD, OFF_HOT, READBACK, DIRECT),
@@ -147,7 +151,7 @@ async def test_a_summary_says_what_the_records_say() -> None:
     summary = report.summarise(records, {"engine": "simulated"}, complete=True)
     assert list(summary["legs"]) == ["off-cold", "off-hot", "readback", "direct"]
     cell = summary["legs"]["readback"]["128"]
-    assert cell["ttft_ms"] == {"value": 100.0, "ci_low": 100.0, "ci_high": 100.0, "n": 4}
+    assert cell["ttft_ms"] == {"value": 100.0, "range_low": 100.0, "range_high": 100.0, "n": 4}
     assert cell["verdicts"] == {"READBACK": 4}
     assert cell["tokens"]["readback"] == 64
     assert (cell["transfer_ms"]["value"], cell["bytes"], cell["descriptors"]) == (20.0, 4096, 3)
@@ -156,12 +160,103 @@ async def test_a_summary_says_what_the_records_say() -> None:
     assert summary["identical_prompts"] == {"samples": 8, "identical": 8}
     assert summary["identical_answers"] == {"samples": 8, "identical": 8}
     text = report.markdown(summary)
-    assert "| 128 | 1000.0 (1000.0 to 1000.0) |" in text
+    assert "| 128 | 1000.0 (range 1000.0 to 1000.0) |" in text
+    assert "median and range (least to most)" in text
     assert "**x10.0**" in text
     assert "no" not in summary["failures"]["first"]
     assert "not from a measurement" in text
     assert QWEN3_32B.label in text
     assert GLM_5_FP8.label in text
+
+
+def change(records: list[Record], leg: str, length: int, how_many: int, **changes: Any) -> None:
+    """Change a leg's first measured turns at a length."""
+    places = [
+        place
+        for place, record in enumerate(records)
+        if record.measured and (record.leg, record.nominal_tokens) == (leg, length)
+    ]
+    for place in places[:how_many]:
+        records[place] = replace(records[place], **changes)
+
+
+async def test_turns_that_went_another_way_are_told_and_do_not_count() -> None:
+    _, records = await play()
+    change(records, "readback", 128, 1, verdict="DIRECT", ttft_ms=1.0)
+    change(records, "readback", 64, 1, retried=True, ttft_ms=1e6)
+    change(records, "direct", 64, 9, verdict="RECOMPUTE", reason="EXPIRED")
+    summary = report.summarise(records, {}, complete=True)
+    assert summary["legs"]["readback"]["128"]["verdicts"] == {"READBACK": 3}
+    for length in ("64", "128"):
+        assert summary["legs"]["readback"][length]["ttft_ms"]["value"] == 100.0
+        assert summary["legs"]["readback"][length]["ttft_ms"]["n"] == 3
+    assert list(summary["legs"]["direct"]) == list(summary["speedup"]["direct"]) == ["128"]
+    assert summary["left_out"] == {
+        "direct": {"64": {"RECOMPUTE, EXPIRED": 4}},
+        "readback": {"64": {"READBACK, PROVEN, retried": 1}, "128": {"DIRECT, PROVEN": 1}},
+    }
+    assert summary["measured"] == 4 * 2 * 4 - 6
+    assert report.lacking(summary) == [
+        "direct at 64 tokens: none of its 4 turns counts (RECOMPUTE, EXPIRED x4)"
+    ]
+    assert "- left out of readback at 128 tokens, not what the leg is: DIRECT, PROVEN x1" in report.markdown(
+        summary
+    )
+    assert comparing.samples_of(records, "ttft_ms")["readback", 128] == [100.0] * 3
+
+
+async def test_a_leg_that_never_was_what_it_is_named_for_ends_a_report_with_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, records = await play(replace(PLAN, legs=(OFF_COLD, READBACK), samples=1))
+    for length in PLAN.lengths:
+        change(records, "readback", length, 1, verdict="DIRECT")
+    with RecordFile(tmp_path / REQUESTS) as file:
+        for record in records:
+            file.add(record)
+    # Of an older version: it has counted whatever came.
+    (tmp_path / "summary.json").write_text(json.dumps({"settings": {}, "complete": True}))
+    result = CliRunner().invoke(make_report(), [str(tmp_path)])
+    assert result.exit_code == 1
+    assert (
+        "readback at 128 tokens: none of its 1 turns counts (DIRECT, PROVEN x1)"
+        in capsys.readouterr().err + (result.output)
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["legs"]["readback"], summary["speedup"]) == ({}, {})
+    assert "| 128 | 1000.0 |  |" in (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "ttft.png").is_file()
+
+
+@pytest.mark.parametrize("settings", [{"workload": "agentic"}, {}])
+def test_a_load_is_not_reported_as_a_sweep(settings: dict[str, Any], tmp_path: Path) -> None:
+    with RecordFile(tmp_path / REQUESTS) as file:
+        file.add(Record("load", 0, "c", 1, measured=True, ttft_ms=5.0))
+    summary = json.dumps({"settings": settings, "complete": True, "measured": 1})
+    (tmp_path / "summary.json").write_text(summary)
+    result = CliRunner().invoke(make_report(), [str(tmp_path)])
+    assert result.exit_code != 0
+    assert "holds no sweep but a load" in result.output
+    assert [file.name for file in sorted(tmp_path.iterdir())] == [REQUESTS, "summary.json"]
+    assert (tmp_path / "summary.json").read_text() == summary
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"leg": "readback", "verdict": "READBACK"}, ""),
+        ({"leg": "readback", "verdict": "DIRECT", "reason": "PROVEN"}, "DIRECT, PROVEN"),
+        ({"leg": "off-moved", "verdict": "READBACK"}, "READBACK"),
+        ({"leg": "direct", "verdict": "DIRECT", "retried": True}, "DIRECT, retried"),
+        # Records of earlier versions, and of loads whatever their name.
+        ({"leg": "readback"}, ""),
+        ({"leg": "readback", "verdict": "DIRECT", "nominal_tokens": 0}, ""),
+        ({"leg": "sideways", "verdict": "DIRECT", "retried": True}, ""),
+    ],
+)
+def test_which_turns_are_a_legs(record: dict[str, Any], why: str) -> None:
+    blank = {"nominal_tokens": 64, "conversation_id": "c", "turn": 2, "measured": True}
+    assert stray(Record(**(blank | record))) == why
 
 
 async def test_answers_that_differ_are_counted() -> None:

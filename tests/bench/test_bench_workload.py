@@ -1,5 +1,6 @@
 """Workloads: what is drawn, that a seed names it, that JSON keeps it."""
 
+import json
 import random
 import statistics
 from pathlib import Path
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvloop.bench.workload import sharegpt
 from kvloop.bench.workload.agentic import REACT_STOP, Agentic
-from kvloop.bench.workload.distributions import LogNormal, UniformInt, whole
+from kvloop.bench.workload.distributions import Constant, LogNormal, UniformInt, whole
 from kvloop.bench.workload.lengths import LengthSweep
 from kvloop.bench.workload.model import Conversation, History, Kind, Session, Step
 from kvloop.bench.workload.multiturn import MultiTurn
@@ -68,11 +69,17 @@ def test_multi_turn_keeps_to_its_parameters(seed: int, number: int) -> None:
     session = MultiTurn().session(seed, number)
     assert session == MultiTurn().session(seed, number)
     assert not session.forks
-    assert 12 <= len(session.main.steps) <= 18
+    assert 6 <= len(session.main.steps) <= 9
     assert 501 <= len(session.main.opening.split()) <= 10_500
     for step in session.main.steps:
         assert 120 <= len(step.text.split()) <= 160
         assert 800 <= step.output_tokens <= 1_200
+
+
+@pytest.mark.parametrize(("messages", "turns"), [(1, 1), (2, 1), (12, 6), (13, 7), (14, 7), (17, 9), (18, 9)])
+def test_messages_of_both_sides_make_turns_of_two(messages: int, turns: int) -> None:
+    shape = MultiTurn(messages=Constant(messages), opening_tokens=Constant(1))
+    assert len(shape.session(0, 0).main.steps) == turns
 
 
 def test_multi_turn_shares_an_opening_and_nothing_else() -> None:
@@ -194,6 +201,51 @@ def test_json_keeps_everything(sessions: list[Session]) -> None:
     assert sharegpt.from_json(sharegpt.to_json(sessions)) == sessions
 
 
+def asserted(content: Any) -> None:
+    """Assert what vLLM's benchmark_serving_multi_turn.py and its bench_dataset.py do of a file."""
+    names = [entry["id"] for entry in content]
+    assert all(isinstance(name, str) for name in names)
+    assert len(set(names)) == len(names)
+    for entry in content:
+        messages = entry["messages"]
+        assert isinstance(messages, list)
+        assert messages
+        for place in range(0, len(messages), 2):
+            question, answer = messages[place : place + 2]
+            assert set(question) == set(answer) == {"role", "content"}
+            assert (question["role"], answer["role"]) == ("user", "assistant")
+            assert isinstance(question["content"], str)
+
+
+@given(sessions=_sessions())
+def test_vllms_benchmark_would_take_a_file(sessions: list[Session]) -> None:
+    asserted(json.loads(json.dumps(sharegpt.to_json(sessions))))
+
+
+def test_vllms_benchmark_would_ask_for_the_same_of_generated_workloads() -> None:
+    agents = Agentic(scale=0.02).sessions(5, 20)
+    plain = MultiTurn().sessions(5, 2)
+    for sessions in (agents, plain):
+        content = sharegpt.to_json(sessions)
+        asserted(content)
+        played = [c for session in sessions for c in (session.main, *session.forks)]
+        for entry, conversation in zip(content, played, strict=True):
+            answers = [len(ENCODER.encode(message["content"])) for message in entry["messages"][1::2]]
+            assert answers == [step.output_tokens for step in conversation.steps]
+            first = ENCODER.encode(entry["messages"][0]["content"])
+            assert first == ENCODER.encode(f"{conversation.opening} {conversation.steps[0].text}")
+    assert any(step.role == "tool" for session in agents for step in session.main.steps)
+
+
+def test_files_of_earlier_versions_are_read() -> None:
+    asked = {"role": "tool", "content": "b", "kvloop": {"output_tokens": 7, "gap_s": 2.0, "stop": ["x"]}}
+    messages = [{"role": "system", "content": "a"}, asked]
+    messages.append({"role": "assistant", "content": "", "kvloop": {"generate": True}})
+    (session,) = sharegpt.from_json([{"id": "a", "messages": messages}])
+    step = Step("b", 7, role="tool", gap_s=2.0, stop=("x",))
+    assert session.main == Conversation("a", (step,), opening="a")
+
+
 def test_generated_workloads_survive_a_file(tmp_path: Path) -> None:
     sessions = Agentic(scale=0.005).sessions(5, 6)
     sharegpt.save(tmp_path / "deep" / "trace.json", sessions)
@@ -213,6 +265,9 @@ def test_both_formats_of_others_are_read() -> None:
     assert [step.output_tokens for step in session.main.steps] == [2, 50]
 
 
+_PAIR = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -227,6 +282,10 @@ def test_both_formats_of_others_are_read() -> None:
         [{"id": "a", "messages": [{"role": "user", "content": "x"}]}] * 2,
         [{"id": "a", "messages": [{"role": "user", "content": "x"}], "kvloop": {"parent": "b"}}],
         [{"id": "a", "messages": [{"role": "user", "content": "x", "kvloop": {"kind": "odd"}}]}],
+        [{"id": "a", "messages": [{"role": "user", "content": "x"}], "kvloop": {"steps": [{}]}}],
+        [{"id": "a", "messages": _PAIR, "kvloop": {"steps": 1}}],
+        [{"id": "a", "messages": _PAIR, "kvloop": {"steps": [{}, {}]}}],
+        [{"id": "a", "messages": _PAIR, "kvloop": {"steps": [{}], "opening_chars": "1"}}],
     ],
 )
 def test_what_is_no_workload_is_refused(content: object) -> None:

@@ -1,7 +1,8 @@
 """Any OpenAI-compatible server as a target: /v1/completions with token ids as prompt, streamed.
 
 Token ids of answers come back where the server knows vLLM's `return_token_ids`; elsewhere answers are encoded
-again from their text. The conversation is named in the body, as vLLM's multi-turn benchmark does, and in the
+again from their text, which need not give the ids that the server holds: such outcomes say so. The
+conversation is named in the body, as vLLM's multi-turn benchmark does, and in the
 header X-Session-ID.
 """
 
@@ -77,6 +78,7 @@ class HttpTarget:
             output_num_tokens=int(answer.usage.get("completion_tokens", len(ids))),
             verdict=str(answer.told.get("verdict", "")).upper(),
             reason=str(answer.told.get("reason", "")).upper(),
+            retokenized=not answer.ids,
         )
 
     def _body(self, request: Request) -> dict[str, Any]:

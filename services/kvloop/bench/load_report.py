@@ -25,6 +25,8 @@ def summarise_load(
     }
     if not counted:
         return summary
+    if count := sum(record.retokenized for record in counted):
+        summary["retokenized"] = count
     span_s = _span_s(counted)
     verdicts: dict[str, int] = {}
     sources: dict[str, int] = {}
@@ -42,6 +44,17 @@ def summarise_load(
         "tokens_by_source": sources,
         "distribution": {name: _distribution([getattr(r, name) for r in counted]) for name in _METRICS},
     }
+
+
+def retokenized(summary: Mapping[str, Any]) -> str:
+    """Return what answers without token ids do to the figures, for people; empty when all had some."""
+    if not (count := summary.get("retokenized", 0)):
+        return ""
+    return (
+        f"{count} of {summary['measured']} answers came without token ids and were encoded again from their"
+        " text: later prompts may not go on from what the server holds, and it may seem to reuse less than it"
+        " can"
+    )
 
 
 def _span_s(records: Sequence[Record]) -> float:

@@ -7,6 +7,7 @@ hits all alike; one that fails is left out from there on, with the reason.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,11 @@ class Entrant:
     def cpu_s(self) -> float:
         """Return the CPU time that they have spent so far, in seconds."""
         return sum(Process(pid).cpu_s() for pid in self.pids)
+
+    def verdicts(self) -> Counter[str]:
+        """Return how turns after a conversation's first came by their KV, where the way is told."""
+        found: Counter[str] | None = getattr(self.way, "verdicts", None)
+        return Counter() if found is None else found
 
 
 @dataclass(slots=True)
@@ -120,6 +126,15 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _talks(prompt_tokens: int, output_tokens: int, count: int) -> list[Talk]:
     return [talk(prompt_tokens, output_tokens, VOCABULARY) for _ in range(count)]
+
+
+def astray(verdicts: Mapping[str, int], wanted: str) -> str:
+    """Return what turns were that should have had another verdict, for people; empty when all had it."""
+    other = {name: count for name, count in verdicts.items() if wanted and name != wanted}
+    if not other:
+        return ""
+    told = ", ".join(f"{name or 'none told'} x{count}" for name, count in sorted(other.items()))
+    return f"{sum(other.values())} of {sum(verdicts.values())} later turns not {wanted}: {told}"
 
 
 Firsts = Mapping[tuple[int, int], Mapping[str, Sequence[float]]]

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,6 +168,9 @@ class ThroughHttp:
         self._model = model
         self._named = named
         self._bodies: dict[str, bytes] = {}
+        self._begun: set[str] = set()
+        self.verdicts: Counter[str] = Counter()
+        """Of turns after a conversation's first one, as a gateway of ours tells them."""
 
     async def play(self, talk: Talk) -> Played:
         """See Way."""
@@ -175,7 +179,10 @@ class ThroughHttp:
             more = {"conversation_id": talk.conversation_id} if self._named else {}
             body = self._bodies[talk.conversation_id] = body_of(talk, self._model, **more)
         begun = time.perf_counter()
-        first_ms, chunks, _ = await _streamed(self._line, body, talk, begun)
+        first_ms, chunks, last = await _streamed(self._line, body, talk, begun)
+        if talk.conversation_id in self._begun and b'"kvloop"' in last:
+            self.verdicts[str(json.loads(last)["kvloop"].get("verdict", "")).upper()] += 1
+        self._begun.add(talk.conversation_id)
         return Played(first_ms, chunks)
 
     async def ready(self, path: str) -> bool:

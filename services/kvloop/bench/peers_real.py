@@ -9,6 +9,7 @@ there on, with the reason.
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,6 +33,8 @@ class Leg:
 
     send: Send
     shadow: bool = False
+    verdict: str = ""
+    """What the turns after the first are to be; empty where nobody tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Real:
     plan: RealPlan
     legs: dict[str, Leg]
     encoder: Encoder
+    kept: Callable[[], object] = lambda: None
+    """Called when a conversation was played."""
     lost: dict[str, str] = field(default_factory=dict)
     turns: list[RealTurn] = field(default_factory=list)
 
@@ -87,6 +92,7 @@ class Real:
             if number and time.monotonic() > until:
                 break
             await self._conversation(number, self.plan.turns)
+            self.kept()
 
     async def _conversation(self, number: int, turns: int) -> None:
         plan, rng = self.plan, rng_of(self.plan.seed, "peers", number)
@@ -227,8 +233,9 @@ def summarise(turns: Sequence[RealTurn], reference: str) -> dict[str, dict[str, 
             record[name]["later_turns_ttft_ms"] = median(later[name]).as_dict()
             if reference in later and name != reference:
                 record[name][f"times_{reference}"] = ratio(later[name], later[reference]).as_dict()
-        if verdicts := [turn.verdict for turn in mine if turn.verdict]:
-            record[name]["verdicts"] = {one: verdicts.count(one) for one in sorted(set(verdicts))}
+        if any(turn.verdict for turn in mine):
+            told = Counter(turn.verdict for turn in mine if turn.turn > 1)
+            record[name]["later_verdicts"] = dict(sorted(told.items()))
     return record
 
 

@@ -15,7 +15,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvloop.bench.article import TABLES, ArticleTable
 from kvloop.bench.picture_style import DPI, STYLE
-from kvloop.bench.report import lengths_of
+from kvloop.bench.report import lengths_of, spread
+from kvloop.bench.statistics import bounds
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 _COLOURS = {"off-cold": "#D55E00", "off-hot": "#E69F00", "readback": "#0072B2", "direct": "#009E73"}
@@ -62,12 +63,13 @@ def _ttft(summary: Mapping[str, Any], titled: str) -> Figure:
     ends: list[tuple[float, float, str, str]] = []
     for leg, cells in summary["legs"].items():
         lengths = sorted(cells, key=int)
+        if not lengths:
+            continue
         places = [int(length) for length in lengths]
         middles = [cells[length]["ttft_ms"]["value"] for length in lengths]
         colour = _colour(leg, summary)
         ours.plot(places, middles, marker=_MARKS.get(leg, "v"), color=colour, label=_label(leg), lw=2, ms=6)
-        lows = [_bound(cells[length]["ttft_ms"], "ci_low") for length in lengths]
-        highs = [_bound(cells[length]["ttft_ms"], "ci_high") for length in lengths]
+        lows, highs = zip(*(_bounds(cells[length]["ttft_ms"]) for length in lengths), strict=True)
         ours.fill_between(places, lows, highs, color=colour, alpha=0.18, lw=0)
         values += middles
         gain = summary["speedup"].get(leg, {}).get(lengths[-1])
@@ -84,7 +86,7 @@ def _ttft(summary: Mapping[str, Any], titled: str) -> Figure:
     _length_axis(ours, [int(length) for length in lengths_of(summary)])
     _name_ends(ours, ends)
     ours.set(xlabel="prompt length, tokens", ylabel=f"TTFT, ms{' (log scale)' if logarithmic else ''}")
-    ours.set_title(f"{titled}\nmedian{_samples(summary)}; band: 95% interval", fontsize=10, loc="left")
+    ours.set_title(f"{titled}\nmedian{_samples(summary)}; band: {spread(summary)}", fontsize=10, loc="left")
     ours.legend(loc="upper left")
     for axes, table in zip(theirs, TABLES, strict=True):
         _their_lines(axes, table)
@@ -253,8 +255,8 @@ def _total(cell: Mapping[str, Any]) -> float:
     return float(cell["prefill_ms"]["value"])
 
 
-def _bound(estimate: Mapping[str, Any], name: str) -> float:
-    return float(estimate["value"] if estimate[name] is None else estimate[name])
+def _bounds(estimate: Mapping[str, Any]) -> tuple[float, float]:
+    return bounds(estimate) or (estimate["value"], estimate["value"])
 
 
 def _label(leg: str) -> str:

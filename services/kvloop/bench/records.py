@@ -40,6 +40,8 @@ class Record:
     verdict: str = ""
     reason: str = ""
     retried: bool = False
+    retokenized: bool = False
+    """Whether the answer's ids were made from its text: the next prompt may not go on from what is held."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens by source: p_local, readback, d_local, computed."""
     prefill_ms: float = 0.0
@@ -70,6 +72,7 @@ class Record:
             verdict=outcome.verdict,
             reason=outcome.reason,
             retried=outcome.retried,
+            retokenized=outcome.retokenized,
             tokens=outcome.tokens,
             prefill_ms=round(outcome.prefill_ms, 3),
             transfer_ms=round(outcome.readback.duration_ms, 3),

@@ -1,14 +1,15 @@
 """What a sweep's records say: summary.json and summary.md. Only measured requests count."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvloop.bench import statistics
 from kvloop.bench.article import TABLES, ArticleTable
 from kvloop.bench.records import Record
-from kvloop.bench.sweep import BASELINE, LEGS
+from kvloop.bench.sweep import BASELINE, LEGS, stray
 
 _TIMES = ("ttft_ms", "tpot_ms", "latency_ms", "prefill_ms", "transfer_ms", "handoff_ms")
 _SOURCES = ("p_local", "readback", "d_local", "computed")
@@ -16,17 +17,18 @@ _SOURCES = ("p_local", "readback", "d_local", "computed")
 
 def summarise(records: Sequence[Record], settings: Mapping[str, Any], *, complete: bool) -> dict[str, Any]:
     """Return a sweep's summary. complete: whether the run came to its end."""
-    cells = _cells(records)
+    cells, left_out = _cells(records)
     failures = [record.error for record in records if record.error]
     return {
         "complete": complete,
         "settings": dict(settings),
-        "legs": {leg: _leg(leg, cells) for leg in _legs(cells)},
+        "legs": {leg: _leg(leg, cells) for leg in _legs([*cells, *left_out])},
         "speedup": _speedups(cells),
         "identical_answers": _identical(records, "answer_digest"),
         "identical_prompts": _identical(records, "prompt_digest"),
         "requests": len(records),
         "measured": sum(len(cell) for cell in cells.values()),
+        "left_out": _left_out(left_out),
         "failures": {"count": len(failures), "first": failures[0] if failures else ""},
         "article": [_theirs(table) for table in TABLES],
     }
@@ -35,16 +37,41 @@ def summarise(records: Sequence[Record], settings: Mapping[str, Any], *, complet
 Cells = dict[tuple[str, int], list[Record]]
 
 
-def _cells(records: Sequence[Record]) -> Cells:
-    cells: Cells = {}
+def _cells(records: Sequence[Record]) -> tuple[Cells, Cells]:
+    """Return the measured turns by leg and length: those that count, and those that went another way."""
+    counted: Cells = {}
+    others: Cells = {}
     for record in records:
         if record.measured and not record.error:
+            cells = others if stray(record) else counted
             cells.setdefault((record.leg, record.nominal_tokens), []).append(record)
-    return cells
+    return counted, others
 
 
-def _legs(cells: Cells) -> list[str]:
-    found = {leg for leg, _ in cells}
+def _left_out(cells: Cells) -> dict[str, Any]:
+    """Return how many turns do not count and what they were, by leg and length."""
+    found: dict[str, Any] = {}
+    for (leg, length), cell in sorted(cells.items()):
+        found.setdefault(leg, {})[str(length)] = dict(sorted(Counter(map(stray, cell)).items()))
+    return found
+
+
+def lacking(summary: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each leg and length of which every measured turn went another way."""
+    return [
+        f"{leg} at {int(length):,} tokens: none of its {sum(ways.values())} turns counts ({_ways(ways)})"
+        for leg, lengths in summary["left_out"].items()
+        for length, ways in lengths.items()
+        if length not in summary["legs"][leg]
+    ]
+
+
+def _ways(ways: Mapping[str, int]) -> str:
+    return "; ".join(f"{way} x{count}" for way, count in ways.items())
+
+
+def _legs(places: Iterable[tuple[str, int]]) -> list[str]:
+    found = {leg for leg, _ in places}
     return [leg for leg in LEGS if leg in found] + sorted(found - set(LEGS))
 
 
@@ -108,7 +135,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lines += ["**The run was ended early; this is what it had measured until then.**", ""]
     if settings.get("engine") == "simulated":
         lines += ["**Simulated engines: times come from a cost model, not from a measurement.**", ""]
-    lines += ["TTFT of the second turn at the client, in ms: median and 95% interval (bootstrap).", ""]
+    lines += [f"TTFT of the second turn at the client, in ms: median and {spread(summary)}.", ""]
     lines += _ttft_table(summary)
     lines += ["", "Where the time of the prefill leg goes, in ms (medians), and what was read:", ""]
     lines += _prefill_table(summary)
@@ -118,7 +145,13 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lines.append(f"- {what} identical in all legs: {same['identical']} of {same['samples']} samples")
     failures = summary["failures"]
     first = f"; the first: {failures['first']}" if failures["count"] else ""
-    lines += [f"- failed requests: {failures['count']}{first}", "", "## The article's figures", ""]
+    lines.append(f"- failed requests: {failures['count']}{first}")
+    lines += [
+        f"- left out of {leg} at {int(length):,} tokens, not what the leg is: {_ways(ways)}"
+        for leg, lengths in summary["left_out"].items()
+        for length, ways in lengths.items()
+    ]
+    lines += ["", "## The article's figures", ""]
     lines += ["Theirs, other hardware: two p5en, TP8, EFA. Only the ends of their curves are published.", ""]
     lines += [
         "| | tokens | TTFT off | TTFT on | prefill off | prefill on | of it transfer |",
@@ -178,9 +211,20 @@ def lengths_of(summary: Mapping[str, Any]) -> list[str]:
     return sorted({length for cells in summary["legs"].values() for length in cells}, key=int)
 
 
+def spread(summary: Mapping[str, Any]) -> str:
+    """Return what stands beside the medians of a summary's TTFT, for people."""
+    counts = [cell["ttft_ms"]["n"] for cells in summary["legs"].values() for cell in cells.values()]
+    if counts and max(counts) < statistics.ENOUGH:
+        return "range (least to most)"
+    few = any(count < statistics.ENOUGH for count in counts)
+    return "95% interval (bootstrap)" + (f", range of fewer than {statistics.ENOUGH} samples" if few else "")
+
+
 def _estimate(value: Mapping[str, Any]) -> str:
-    text = f"{value['value']:.1f}"
-    return text if value["ci_low"] is None else f"{text} ({value['ci_low']:.1f} to {value['ci_high']:.1f})"
+    text, found = f"{value['value']:.1f}", statistics.bounds(value)
+    if found is None:
+        return text
+    return f"{text} ({'range ' if 'range_low' in value else ''}{found[0]:.1f} to {found[1]:.1f})"
 
 
 def write(folder: Path, summary: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ taken as raw bytes, so that the client costs as little as it can.
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -102,6 +103,9 @@ class _Asking:
     def __init__(self, endpoint: str) -> None:
         self._channel = open_channel(endpoint)
         self._requests: dict[str, bytes] = {}
+        self._begun: set[str] = set()
+        self.verdicts: Counter[str] = Counter()
+        """Of turns after a conversation's first one."""
 
     def _request(self, talk: Talk) -> bytes:
         request = self._requests.get(talk.conversation_id)
@@ -112,11 +116,13 @@ class _Asking:
             request = self._requests[talk.conversation_id] = message.SerializeToString()
         return request
 
-    @staticmethod
-    def _played(talk: Talk, read: tuple[float, int, bytes]) -> Played:
+    def _played(self, talk: Talk, read: tuple[float, int, bytes]) -> Played:
         first_ms, chunks, last = read
         summary = router_service_pb2.GenerateResponse.FromString(last).summary
         _check(summary.output_tokens, talk)
+        if talk.conversation_id in self._begun:
+            self.verdicts[turn_pb2.Verdict.Name(summary.reuse.verdict).removeprefix("VERDICT_")] += 1
+        self._begun.add(talk.conversation_id)
         return Played(first_ms, chunks)
 
 

@@ -1,7 +1,7 @@
 """What a million conversations need, reckoned from what one turn and one conversation were measured to take.
 
     turns per second       T = conversations / gap
-    router CPU of a turn   c = turn + chunks x chunk + prompt tokens x token
+    router CPU of a turn   c = (turn + chunks x chunk + prompt tokens x token) x factor of several routers
     router cores             = T x c / share of a core that is used, and each router's own background
     store memory             = conversations x (lease + hints)
     store requests           = T x requests of a turn, and the background
@@ -41,6 +41,7 @@ class Measured:
     """What one turn, one conversation and one second take."""
 
     turn_ms: float
+    """With most workers, less its chunks and its prompt."""
     chunk_ms: float
     kilotoken_ms: float
     router_idle_ms: float
@@ -53,26 +54,33 @@ class Measured:
     """CPU of the store for one router more and for the workers, per second."""
     bytes_per_conversation: float
     workers: int
+    routers: int = 1
+    routers_factor: float = 1.0
+    """What so many routers make of a turn's CPU, with most workers."""
 
 
 def measured(record: Mapping[str, Any]) -> Measured:
-    """Take from a run's record a turn where the store is fullest, and the rest with most workers."""
-    full, most, cpu = (
-        record["points"]["conversations"][-1],
-        record["points"]["workers"][-1],
-        record["router_cpu"],
-    )
+    """Take a run's figures where there are most workers: of one router, and of the store with most routers.
+
+    What a chunk and a prompt take was measured with the fewest workers; the rest of a turn is what is left.
+    """
+    most, last, cpu = record["points"]["workers"][-1], record["all"], record["router_cpu"]
+    turn_ms = most["turn"]["router_cpu_ms"]
+    parts_ms = cpu["chunk_ms"] * most["chunks_per_turn"]
+    parts_ms += cpu["kilotoken_ms"] * most["shape"]["prompt_tokens"] / 1000
     return Measured(
-        turn_ms=cpu["turn_ms"],
+        turn_ms=round(max(cpu["turn_ms"], turn_ms - parts_ms), 4),
         chunk_ms=cpu["chunk_ms"],
         kilotoken_ms=cpu["kilotoken_ms"],
         router_idle_ms=most["idle"]["router_cpu_ms"],
-        store_turn_us=full["turn"]["store_cpu_us"],
-        store_turn_requests=full["turn"]["store_requests"],
-        store_turn_bytes=full["turn"]["store_received_bytes"] + full["turn"]["store_sent_bytes"],
+        store_turn_us=last["turn"]["store_cpu_us"],
+        store_turn_requests=last["turn"]["store_requests"],
+        store_turn_bytes=last["turn"]["store_received_bytes"] + last["turn"]["store_sent_bytes"],
         store_idle_ms=most["idle"]["store_cpu_ms"],
-        bytes_per_conversation=full["bytes_per_conversation"],
+        bytes_per_conversation=last["bytes_per_conversation"],
         workers=most["workers"],
+        routers=last["routers"],
+        routers_factor=round(max(1.0, last["turn"]["router_cpu_ms"] / turn_ms), 3) if turn_ms > 0 else 1.0,
     )
 
 
@@ -81,7 +89,7 @@ def needs(found: Measured, assumed: Assumed, gap_s: float) -> dict[str, float]:
     turns = assumed.conversations / gap_s
     turn_ms = (
         found.turn_ms + assumed.chunks * found.chunk_ms + assumed.prompt_tokens / 1000 * found.kilotoken_ms
-    )
+    ) * found.routers_factor
     # A router is one process on one core; what it does without turns is off its share.
     own = assumed.used - found.router_idle_ms / 1000
     routers = turns * turn_ms / 1000 / own if own > 0 else math.inf

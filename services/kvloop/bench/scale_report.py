@@ -60,6 +60,13 @@ def markdown(record: Mapping[str, Any]) -> str:
         f" routers and {last['workers']:,} workers a turn takes {figure(last['turn']['router_cpu_ms'])} ms.",
         "",
     ]
+    took = record["million_conversations"]["measured"]
+    lines += [
+        f"Reckoned with {took['turn_ms']:.2f} ms of a turn besides chunks and prompt, as with"
+        f" {took['workers']:,} workers, and {took['routers_factor']:.2f} times all of it, as with"
+        f" {took['routers']} routers.",
+        "",
+    ]
     needed = record["million_conversations"]["needs"]
     lines += _table(["gap, s", *(figure(need["gap_s"]) for need in needed)])
     lines += [_line([what, *(figure(need[name]) for need in needed)]) for name, what in _NEEDS.items()]

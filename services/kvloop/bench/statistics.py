@@ -12,6 +12,8 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
+ENOUGH = 6
+"""Samples from which least and most cover a median with 95%; five cover it with 94%."""
 _RESAMPLES = 4_999
 _BATCHES = 10
 _SEED = 20_260_101
@@ -19,16 +21,32 @@ _SEED = 20_260_101
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and its confidence interval (bootstrap, percentiles); without one for a single sample."""
+    """A value and its confidence interval (bootstrap, percentiles).
+
+    Of fewer than ENOUGH samples it is the range that they allow, of a single one there is neither.
+    """
 
     value: float
     low: float | None
     high: float | None
     samples: int
 
+    @property
+    def is_range(self) -> bool:
+        """Tell whether the bounds are a range instead of an interval."""
+        return self.samples < ENOUGH
+
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        return {"value": self.value, "ci_low": self.low, "ci_high": self.high, "n": self.samples}
+        kind = "range" if self.is_range else "ci"
+        return {"value": self.value, f"{kind}_low": self.low, f"{kind}_high": self.high, "n": self.samples}
+
+
+def bounds(value: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return interval or range of an estimate as JSON has it."""
+    kind = "range" if "range_low" in value else "ci"
+    low, high = value[f"{kind}_low"], value[f"{kind}_high"]
+    return None if low is None else (float(low), float(high))
 
 
 def median(samples: Sequence[float]) -> Estimate:
@@ -37,6 +55,8 @@ def median(samples: Sequence[float]) -> Estimate:
     middle = float(np.median(values))
     if len(values) < 2:
         return Estimate(middle, None, None, len(values))
+    if len(values) < ENOUGH:
+        return Estimate(middle, float(values.min()), float(values.max()), len(values))
     found = stats.bootstrap((values,), np.median, vectorized=True, **_options())
     # Percentiles are interpolated, and may round to a hair outside of what they lie between.
     low, high = (float(bound) for bound in np.clip(_bounds(found), values.min(), values.max()))
@@ -50,6 +70,9 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
     count = min(len(first), len(second))
     if count < 2:
         return Estimate(value, None, None, count)
+    if count < ENOUGH:
+        least, most = float(first.min() / second.max()), float(first.max() / second.min())
+        return Estimate(value, least, most, count)
     found = stats.bootstrap((first, second), _ratio_of_medians, vectorized=True, paired=False, **_options())
     return Estimate(value, *_bounds(found), count)
 

@@ -37,6 +37,8 @@ class Leg:
     """Where the first turn is served; empty: where the second is."""
     evicted: bool = False
     """Whether other prompts fill the caches between the turns."""
+    verdict: str = ""
+    """What the measured turn must come to, or it was no turn of this leg; empty: it may go as it goes."""
 
     @property
     def routes(self) -> tuple[str, str]:
@@ -44,10 +46,28 @@ class Leg:
         return self.first_route or self.route, self.route
 
 
-OFF_COLD = Leg("off-cold", "cold", reuse=False, line="P computes the whole prompt (no prefix cache on P)")
-OFF_HOT = Leg("off-hot", "hot", reuse=False, line="P computes what its own prefix cache does not hold")
-READBACK = Leg("readback", "cold", reuse=True, line="P reads the history back from D (no prefix cache on P)")
-DIRECT = Leg("direct", "direct", reuse=True, line="D goes on by itself; no prefill leg")
+OFF_COLD = Leg(
+    "off-cold",
+    "cold",
+    reuse=False,
+    line="P computes the whole prompt (no prefix cache on P)",
+    verdict="RECOMPUTE",
+)
+OFF_HOT = Leg(
+    "off-hot",
+    "hot",
+    reuse=False,
+    line="P computes what its own prefix cache does not hold",
+    verdict="RECOMPUTE",
+)
+READBACK = Leg(
+    "readback",
+    "cold",
+    reuse=True,
+    line="P reads the history back from D (no prefix cache on P)",
+    verdict="READBACK",
+)
+DIRECT = Leg("direct", "direct", reuse=True, line="D goes on by itself; no prefill leg", verdict="DIRECT")
 
 STANDARD = (OFF_COLD, OFF_HOT, READBACK, DIRECT)
 
@@ -58,19 +78,49 @@ OFF_MOVED = Leg(
     reuse=False,
     line="another P with prefix cache; it never saw the history",
     first_route="hot",
+    verdict="RECOMPUTE",
 )
 READBACK_MOVED = Leg(
-    "readback-moved", "other", reuse=True, line="another P reads the history back from D", first_route="hot"
+    "readback-moved",
+    "other",
+    reuse=True,
+    line="another P reads the history back from D",
+    first_route="hot",
+    verdict="READBACK",
 )
 OFF_EVICTED = Leg(
-    "off-evicted", "hot", reuse=False, line="P's prefix cache was overrun between the turns", evicted=True
+    "off-evicted",
+    "hot",
+    reuse=False,
+    line="P's prefix cache was overrun between the turns",
+    evicted=True,
+    verdict="RECOMPUTE",
 )
 READBACK_EVICTED = Leg(
-    "readback-evicted", "hot", reuse=True, line="the same, and P reads the history back from D", evicted=True
+    "readback-evicted",
+    "hot",
+    reuse=True,
+    line="the same, and P reads the history back from D",
+    evicted=True,
+    verdict="READBACK",
 )
 
 LEGS = {leg.name: leg for leg in (*STANDARD, OFF_MOVED, READBACK_MOVED, OFF_EVICTED, READBACK_EVICTED)}
 BASELINE = OFF_COLD.name
+
+
+def stray(record: Record) -> str:
+    """Return why a measured turn is none of its leg's; empty where it counts.
+
+    A retried turn took its time for two. Records of a load, and those that tell no verdict, count.
+    """
+    leg = LEGS.get(record.leg)
+    if leg is None or not record.nominal_tokens:
+        return ""
+    way = ", ".join(filter(None, (record.verdict, record.reason)))
+    if leg.verdict and record.verdict and record.verdict != leg.verdict:
+        return way
+    return f"{way}, retried" if record.retried else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,8 @@ class Outcome:
     verdict: str = ""
     reason: str = ""
     retried: bool = False
+    retokenized: bool = False
+    """Whether token_ids were made from the answer's text, and may be others than those generated."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Prompt tokens by source: p_local, readback, d_local, computed."""
     prefill_ms: float = 0.0

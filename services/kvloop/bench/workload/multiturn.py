@@ -2,14 +2,15 @@
 
 | what | distribution |
 |---|---|
-| turns of a conversation | whole, uniform in [12, 18] |
+| messages of a conversation | whole, uniform in [12, 18], rounded up to even: 6 to 9 turns |
 | opening shared by all conversations | 500 tokens |
 | opening of each conversation | log-normal, mean 4,000, median / mean 0.85, at most 10,000 tokens |
 | input of a turn | whole, uniform in [120, 160] tokens |
 | output of a turn | whole, uniform in [800, 1,200] tokens |
 | pause before a turn | none by default |
 
-One turn is a user's input and an answer.
+One turn is a user's input and an answer, two messages. vLLM's generator calls each message a turn: its README
+(benchmarks/multi_turn) has `num_turns` as the total of both sides, rounded to an even number.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from kvloop.bench.workload.words import rng_of, words
 class MultiTurn:
     """What conversations are like."""
 
-    turns: Distribution = UniformInt(12, 18)
+    messages: Distribution = UniformInt(12, 18)
+    """A user's and the answers, together."""
     common_opening_tokens: int = 500
     opening_tokens: Distribution = LogNormal(4_000, 0.85, high=10_000)
     input_tokens: Distribution = UniformInt(120, 160)
@@ -36,7 +38,7 @@ class MultiTurn:
         common = words(rng_of(seed, "common"), self.common_opening_tokens)
         own = words(rng, whole(self.opening_tokens, rng, 1))
         steps = []
-        for index in range(whole(self.turns, rng, 1)):
+        for index in range(-(-whole(self.messages, rng, 2) // 2)):
             text = words(rng, whole(self.input_tokens, rng, 1))
             output, gap = whole(self.output_tokens, rng, 1), self.gap_s.draw(rng)
             steps.append(Step(text, output, gap_s=gap if index else 0.0))

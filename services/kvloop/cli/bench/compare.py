@@ -1,11 +1,17 @@
 """`kvloop bench compare`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvloop.cli.errors import EXIT_FAILED, CommandFailed, sentences
+from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_line
+
+_FEW = (
+    "Fewer than {} samples have a range, not an interval: they tell a change only where the runs' samples"
+    " are apart, not overlapping."
+)
 
 
 def make_command() -> Any:
@@ -33,28 +39,39 @@ def compare(
     from rich.table import Table
 
     from kvloop.bench import compare as comparing
-    from kvloop.bench import records
+    from kvloop.bench import records, statistics
 
     if metric not in comparing.METRICS:
         raise CommandFailed(f"--metric: {metric}: choose from {', '.join(comparing.METRICS)}")
     try:
-        found = comparing.compare(
-            records.read(before), records.read(after), metric=metric, min_change=min_change
-        )
+        first, second = records.read(before), records.read(after)
     except records.BadRecords as error:
         raise CommandFailed(str(error)) from None
+    found = comparing.compare(first, second, metric=metric, min_change=min_change)
+    for line in comparing.dropped(first, second, metric=metric):
+        say(f"not compared: {line}")
     if not found:
         raise CommandFailed(f"the runs have no leg and prompt length in common that {metric} was measured of")
     table = Table(
-        "leg", "tokens", "B / A", "95% interval", "p", "finding", title=f"{metric}: {before} -> {after}"
+        "leg",
+        "tokens",
+        "B / A",
+        "95% interval or range",
+        "p",
+        "finding",
+        title=f"{metric}: {before} -> {after}",
     )
     for leg in found:
         table.add_row(leg.leg, "all", f"{leg.ratio:.3f}", "", f"{leg.p:.4f}", f"[bold]{leg.finding}[/bold]")
         for cell in leg.cells:
             ratio = cell.ratio
             interval = "" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
+            if ratio.is_range:
+                interval += f" (range, {'apart' if cell.apart else 'overlapping'})"
             tokens = f"{cell.nominal_tokens:,}" if cell.nominal_tokens else "-"
             table.add_row("", tokens, f"{ratio.value:.3f}", interval, f"{cell.p:.4f}")
     Console().print(table)
+    if any(cell.ratio.is_range for leg in found for cell in leg.cells):
+        write_line(sys.stdout, _FEW.format(statistics.ENOUGH))
     if fail_on_slower and any(leg.finding is comparing.Finding.SLOWER for leg in found):
         raise typer.Exit(EXIT_FAILED)

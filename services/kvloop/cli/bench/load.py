@@ -181,12 +181,14 @@ async def _load(
 
 
 def _summarise(out: Path, file: "RecordFile", settings: Mapping[str, Any], *, complete: bool) -> None:
-    from kvloop.bench.load_report import summarise_load
+    from kvloop.bench.load_report import retokenized, summarise_load
 
     summary = summarise_load(file.records, settings, complete=complete)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     if summary["failures"]["count"]:
         say(f"{summary['failures']['count']} requests failed; the first: {summary['failures']['first']}")
+    if caveat := retokenized(summary):
+        say(caveat)
     for metric, found in summary.get("distribution", {}).items():
         shares = "  ".join(f"{share} {found[share]:,.1f}" for share in ("mean", "p50", "p90", "p99"))
         write_line(sys.stdout, f"{metric:<18} {shares}")

@@ -1,10 +1,7 @@
 """`kvloop bench peers`: kvloop beside vLLM's example proxies and vllm-router, in one run."""
 
-import json
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +13,11 @@ from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_
 
 if TYPE_CHECKING:
     from kvloop.bench.peers_real import RealPlan
+    from kvloop.cli.bench.peers_record import PeersRecord
 
 _STEP_MS = 20.0
+_ASTRAY = 0.01
+"""Share of a leg's turns that may go another way than its own before its figures are worth nothing."""
 
 
 def make_command() -> Any:
@@ -65,7 +65,7 @@ def peers(
     """Measure kvloop, vLLM's example proxies and vllm-router in front of the same engines.
 
     Peers are fetched once, pinned by version and hash, into the user's cache. What can't run is reported
-    with its reason.
+    with its reason. The record is written after each point: Ctrl-C or a part that fails leave what there was.
     """
     import uvloop
 
@@ -83,18 +83,36 @@ def peers(
         )
     plan = _Plan(rounds, turns, limit_s, cache, offline, played if real else None, prefix_caching_on_prefill)
     try:
-        record = uvloop.run(_measure(plan))
+        record = uvloop.run(_measure(plan, out))
     except PartFailed as failure:
         raise CommandFailed(str(failure)) from None
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record) + "\n", encoding="utf-8")
     for line in [*lines(record["peers"]), *ttft_lines(record["peers"])]:
         write_line(sys.stdout, line)
     written = [out, *draw(out.with_suffix(""), record)]
     write_line(sys.stdout, f"written to {', '.join(map(str, written))}")
-    if not record["peers"]["kvloop-grpc"]["samples"]:
-        say("kvloop was not measured")
+    if complaints := complaints_of(record["peers"]):
+        for complaint in complaints:
+            say(complaint)
         sys.exit(EXIT_FAILED)
+
+
+def complaints_of(found: "Mapping[str, Mapping[str, Any]]") -> list[str]:
+    """Return what makes a record's figures of kvloop worth nothing, for people."""
+    from kvloop.bench.peers import astray
+    from kvloop.cli.bench import peers_parts, peers_vllm
+
+    complaints = [] if found[peers_parts.KVLOOP_GRPC]["samples"] else ["kvloop was not measured"]
+    for name, peer in found.items():
+        told = {
+            "simulated engines": (peer["verdicts"], peers_parts.VERDICT),
+            "real vLLM": (peer["real"].get("later_verdicts", {}), peers_vllm.VERDICTS.get(name, "")),
+        }
+        complaints += [
+            f"{name} is not what it is named for, on {where}: {astray(verdicts, wanted)}"
+            for where, (verdicts, wanted) in told.items()
+            if wanted and verdicts.get(wanted, 0) < (1 - _ASTRAY) * sum(verdicts.values())
+        ]
+    return complaints
 
 
 def places(cache: Path | None, *, offline: bool) -> dict[str, "Path | str"]:
@@ -117,130 +135,85 @@ def places(cache: Path | None, *, offline: bool) -> dict[str, "Path | str"]:
     return found
 
 
-async def _measure(plan: _Plan) -> dict[str, Any]:
-    from kvloop.cli.bench import environment
+async def _measure(plan: _Plan, out: Path) -> dict[str, Any]:
+    from kvloop.cli.bench.peers_record import PeersRecord
 
     say("peers: fetching what is not there yet")
     found = places(plan.cache, offline=plan.offline)
-    begun, busy = time.monotonic(), os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="kvloop-bench-peers-") as folder:
-        overhead = await _overhead(plan, found, Path(folder))
-        played = await _real(plan, found, Path(folder) / "real")
-    return {
-        "peers": _peers(overhead, played),
-        "when": environment.now(),
-        "machine": environment.machine(),
-        "versions": environment.versions() | _versions(),
-        # Of the whole machine, before and after: what is beyond some two was not ours.
-        "load_average": [round(busy, 1), round(os.getloadavg()[0], 1)],
-        "wall_s": round(time.monotonic() - begun),
-        "settings": {
-            "rounds": plan.rounds,
-            "turns": plan.turns,
-            "step_ms": _STEP_MS,
-            "real": asdict(plan.real) if plan.real else None,
-            "prefix_caching_on_prefill": plan.prefix_caching_on_prefill,
-        },
-        "engines": overhead["engines"],
-        "identical": played["identical"],
-        "proxy_log": played["proxy_log"],
-        "samples": {**overhead["samples"], "real": played["turns"]},
+    settings = {
+        "rounds": plan.rounds,
+        "turns": plan.turns,
+        "step_ms": _STEP_MS,
+        "real": asdict(plan.real) if plan.real else None,
+        "prefix_caching_on_prefill": plan.prefix_caching_on_prefill,
     }
+    record = PeersRecord(out, settings, _versions())
+    with tempfile.TemporaryDirectory(prefix="kvloop-bench-peers-") as folder:
+        await _overhead(plan, found, Path(folder), record)
+        await _real(plan, found, Path(folder) / "real", record)
+    record.complete = True
+    return record.keep()
 
 
-async def _real(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path) -> dict[str, Any]:
+async def _real(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path, record: "PeersRecord") -> None:
     """Play conversations on real vLLM; what can't run has its reason."""
     from kvloop.bench import peers_real
     from kvloop.cli.bench import peers_vllm
-    from kvloop.cli.bench.peers_parts import KVLOOP, PROXY_NAME
+    from kvloop.cli.bench.peers_parts import PROXY_NAME
     from kvloop.cli.supervisor.part import PartFailed
 
-    record: dict[str, Any] = {"figures": {}, "reasons": {}, "identical": {}, "proxy_log": {}, "turns": []}
     if lacks := "--no-real was given" if plan.real is None else peers_vllm.lacks():
-        record["reasons"] = dict.fromkeys(peers_vllm.LEGS, lacks)
-        return record
+        record.real_reasons.append(dict.fromkeys(peers_vllm.LEGS, lacks))
+        return
     assert plan.real is not None
     say("peers: starting real vLLM, four engines")
-    turns: list[peers_real.RealTurn] = []
     try:
         async with peers_vllm.real(
             found[PROXY_NAME], folder, prefix_caching_on_prefill=plan.prefix_caching_on_prefill
         ) as stage:
             say(f"peers: conversations on real vLLM: {', '.join(stage.legs)}")
-            playing = peers_real.Real(plan.real, dict(stage.legs), stage.encoder)
-            await playing.play()
-            turns = playing.turns
-            record["reasons"] = stage.reasons | playing.lost
-            record["proxy_log"] = stage.proxy_hits()
+            playing = peers_real.Real(plan.real, dict(stage.legs), stage.encoder, kept=record.keep)
+            record.turns = playing.turns
+            record.real_reasons += [stage.reasons, playing.lost]
+            try:
+                await playing.play()
+            finally:
+                record.proxy_log = stage.proxy_hits()
     except (PartFailed, OSError, ValueError) as failure:
         # What was measured before is worth keeping.
-        record["reasons"] = dict.fromkeys(peers_vllm.LEGS, str(failure))
-    record["figures"] = peers_real.summarise(turns, KVLOOP)
-    record["identical"] = peers_real.identical(turns)
-    record["turns"] = peers_real.as_records(turns)
-    return record
+        record.real_reasons.append(dict.fromkeys(peers_vllm.LEGS, str(failure)))
 
 
-async def _overhead(plan: _Plan, found: "Mapping[str, Path | str]", folder: Path) -> dict[str, Any]:
+async def _overhead(
+    plan: _Plan, found: "Mapping[str, Path | str]", folder: Path, record: "PeersRecord"
+) -> None:
     """Measure first chunks on engines that take no time, and CPU on engines with a token every 20 ms."""
     from kvloop.bench import peers as measure
     from kvloop.cli.bench.peers_parts import simulated
     from kvloop.engine.settings import smollm2_dir
 
-    firsts: dict[tuple[int, int], dict[str, list[float]]] = {}
-    costs: dict[int, Any] = {}
-    reasons: dict[str, str] = {}
-    floors: dict[str, str] = {}
-    engines = {}
     for stage_name, step_ms in (("instant", 0.0), ("paced", _STEP_MS)):
         say(f"peers: starting, {stage_name} engines")
         async with simulated(found, smollm2_dir(), step_ms=step_ms, folder=folder / stage_name) as stage:
-            floors |= {name: entrant.floor for name, entrant in stage.entrants.items()}
+            record.floors |= {name: entrant.floor for name, entrant in stage.entrants.items()}
+            record.verdicts.append({name: one.verdicts() for name, one in stage.entrants.items()})
             field = measure.Field(dict(stage.entrants))
+            record.reasons += [stage.reasons, field.lost]
             for tokens in measure.LENGTHS:
                 if step_ms:
                     say(f"peers: CPU, {tokens:,} ids")
-                    costs[tokens] = await measure.cpu(
+                    record.costs[tokens] = await measure.cpu(
                         field, tokens, at_once=32, turns=plan.turns, rounds=4, limit_s=plan.limit_s
                     )
+                    record.keep()
                     continue
                 for at_once in measure.AT_ONCE:
                     say(f"peers: first chunk, {tokens:,} ids, {at_once} at once")
-                    firsts[tokens, at_once] = await measure.first_chunks(
+                    record.firsts[tokens, at_once] = await measure.first_chunks(
                         field, tokens, at_once, rounds=max(2, plan.rounds // at_once), limit_s=plan.limit_s
                     )
-            engines[stage_name] = await stage.counts()
-            reasons |= stage.reasons | field.lost
-    return {
-        "figures": {name: measure.figures(name, floor, firsts, costs) for name, floor in floors.items()},
-        "reasons": reasons,
-        "engines": engines,
-        "samples": {
-            "first_chunk_ms": {f"{tokens}/{n}": samples for (tokens, n), samples in firsts.items()},
-            "cpu": {str(tokens): [one.as_dict() for one in found] for tokens, found in costs.items()},
-        },
-    }
-
-
-def _peers(overhead: Mapping[str, Any], played: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of each: figures of both parts, or why there are none."""
-    from kvloop.bench.peers import samples_of
-    from kvloop.cli.bench import peers_parts, peers_vllm
-
-    record = {}
-    for name, what in {**peers_parts.WHAT, **peers_vllm.WHAT}.items():
-        figures, ttft = overhead["figures"].get(name, {}), played["figures"].get(name, {})
-        reasons = [overhead["reasons"].get(name, "")]
-        if name in played["reasons"]:
-            reasons.append(f"on real vLLM: {played['reasons'][name]}")
-        record[name] = {
-            "samples": samples_of(figures) + ttft.get("samples", 0),
-            "what": what,
-            "reason": "; ".join(filter(None, reasons)),
-            "overhead": figures,
-            "real": ttft,
-        }
-    return record
+                    record.keep()
+            record.engines[stage_name] = await stage.counts()
 
 
 def _versions() -> dict[str, str]:

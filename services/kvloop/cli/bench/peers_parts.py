@@ -41,10 +41,17 @@ MODEL = "smollm2"
 _LONGEST = 32_768
 _BLOCK = 128
 """Large blocks keep the simulated engines' own work small."""
+_BLOCKS = 65_536
+"""Room for what D keeps of all conversations of all ways."""
 _START_S = 120.0
 _POLL_S = 0.1
 _SCRIPTS = {PROXY_NAME: (Path(PROXY).name, "/health"), TOY_NAME: (Path(TOY_PROXY).name, "/healthcheck")}
 _PATIENT = {"directory_timeout_ms": 2000.0}
+# The floors have P read as well; with a prefix cache of its own P would have all of a regenerated turn.
+_ROUTER = {**_PATIENT, "direct": False, "by_cost": False}
+_PREFILL = {"enable_prefix_caching": False}
+VERDICT = "READBACK"
+"""Of the turns that such a router serves after a conversation's first one."""
 
 
 def gateway_lacks(tokenizer: Path) -> str:
@@ -108,7 +115,7 @@ async def simulated(
 
 async def _kvloop(stack: AsyncExitStack, stage: Stage, tokenizer: Path, preset: str, folder: Path) -> None:
     lacks = gateway_lacks(tokenizer)
-    engine: dict[str, Any] = {"preset": preset}
+    engine: dict[str, Any] = {"preset": preset, "num_blocks": _BLOCKS}
     gateways: list[dict[str, Any]] = []
     if lacks:
         stage.reasons[KVLOOP] = lacks
@@ -130,9 +137,8 @@ async def _kvloop(stack: AsyncExitStack, stage: Stage, tokenizer: Path, preset: 
         "extra_engine_args": engine,
         **_PATIENT,
     }
-    fleet = await stack.enter_async_context(
-        Fleet(FleetPlan(workers=workers, routers=[_PATIENT], gateways=gateways), folder / "kvloop")
-    )
+    plan = FleetPlan(workers=workers, prefill=[_PREFILL], routers=[_ROUTER], gateways=gateways)
+    fleet = await stack.enter_async_context(Fleet(plan, folder / "kvloop"))
     router, pids = fleet.parts["router-0"].pid, []
     assert router is not None
     through = ThroughRouter(fleet.endpoint("router-0"))

@@ -30,6 +30,8 @@ WHAT: Mapping[str, str] = {
     KVLOOP_DIRECT: "router that lets D go on by itself, RouterService over gRPC",
     PREFILL_ALONE: "P of vllm serve computes the whole prompt and one token",
 }
+VERDICTS: Mapping[str, str] = {KVLOOP: "READBACK", KVLOOP_DIRECT: "DIRECT"}
+"""Of the turns after a conversation's first: each leg is one way, whatever is the cheapest here."""
 LEGS = (KVLOOP, KVLOOP_DIRECT, PROXY_NAME, FLOOR, PREFILL_ALONE)
 LONGEST = 4096
 _ENGINE: Mapping[str, Any] = {"max_model_len": LONGEST, "kv_cache_memory_bytes": 640 * MIB}
@@ -83,13 +85,13 @@ async def real(
     stage = RealStage(encoder)
     caching = {"prefill": prefix_caching_on_prefill, "decode": True}
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(Fleet(_plan(settings, caching), folder / "kvloop"))
+        fleet = await stack.enter_async_context(Fleet(plan_of(settings, caching), folder / "kvloop"))
         target = HttpTarget(f"http://{fleet.endpoint('gateway-0')}", MODEL, encoder, salted=True)
         stack.push_async_callback(target.close)
-        stage.legs[KVLOOP] = Leg(target.send)
+        stage.legs[KVLOOP] = Leg(target.send, verdict=VERDICTS[KVLOOP])
         direct = RouterTarget(fleet.endpoint("router-1"), model=MODEL)
         stack.push_async_callback(direct.close)
-        stage.legs[KVLOOP_DIRECT] = Leg(direct.send)
+        stage.legs[KVLOOP_DIRECT] = Leg(direct.send, verdict=VERDICTS[KVLOOP_DIRECT])
         try:
             engines = await _serve(stack, settings, caching, folder)
         except PartFailed as failure:
@@ -120,15 +122,18 @@ def _vocabulary(settings: EngineSettings) -> int:
     return int(config["vocab_size"])
 
 
-def _plan(settings: EngineSettings, caching: Mapping[str, bool]) -> FleetPlan:
-    # One gateway, before the router that any `kvloop up` has; the other router is asked over gRPC.
+def plan_of(settings: EngineSettings, caching: Mapping[str, bool]) -> FleetPlan:
+    """Return kvloop's own deployment: a gateway before the first router, the other one is asked over gRPC."""
     listen = f"127.0.0.1:{free_port()}"
     gateway = {"model": settings.model_path, "served_model_name": MODEL, "router": listen}
     return FleetPlan(
         workers={**_ENGINE, "served_model_name": MODEL},
         prefill=[{"enable_prefix_caching": caching["prefill"]}],
         decode=[{"enable_prefix_caching": caching["decode"]}],
-        routers=[{**_PATIENT, "listen": listen}, {**_PATIENT, "direct": True}],
+        routers=[
+            {**_PATIENT, "listen": listen, "direct": False, "by_cost": False},
+            {**_PATIENT, "direct": True, "by_cost": False},
+        ],
         gateways=[{**gateway, "max_model_len": settings.max_model_len}],
     )
 

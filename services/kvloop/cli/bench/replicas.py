@@ -146,7 +146,7 @@ def sessions_of(setting: Setting) -> "list[Session]":
     from kvloop.bench.workload.multiturn import MultiTurn
 
     workload = MultiTurn(
-        turns=Constant(setting.turns_per_conversation),
+        messages=Constant(2 * setting.turns_per_conversation),
         common_opening_tokens=0,
         opening_tokens=UniformInt(*_OPENING),
         input_tokens=UniformInt(*_INPUT),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloop.cli.errors import CommandFailed, say, sentences, write_line
+from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_line
 
 
 def make_command() -> Any:
@@ -41,17 +41,24 @@ def report(
     for folder in folders:
         try:
             former = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            read += records.read(folder)
+            own = records.read(folder)
         except (OSError, ValueError) as error:
             raise CommandFailed(f"{folder} holds no sweep: {error}") from None
+        if "workload" in former["settings"] or (own and not any(record.nominal_tokens for record in own)):
+            raise CommandFailed(f"{folder} holds no sweep but a load; its summary.json is left as it is")
+        read += own
         legs = {**settings.get("legs", {}), **former["settings"].get("legs", {})}
         settings = {**former["settings"], **settings, "legs": legs}
         complete = complete and bool(former["complete"])
-    write_all(out or folders[0], summarise(read, settings, complete=complete))
+    if write_all(out or folders[0], summarise(read, settings, complete=complete)):
+        sys.exit(EXIT_FAILED)
 
 
-def write_all(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary and pictures and say where they are. Without matplotlib there are no pictures."""
+def write_all(folder: Path, summary: Mapping[str, Any]) -> list[str]:
+    """Write summary and pictures, say where they are and return what legs lack, which is said too.
+
+    Without matplotlib there are no pictures.
+    """
     from kvloop.bench import report as reports
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +71,10 @@ def write_all(folder: Path, summary: Mapping[str, Any]) -> None:
     else:
         pictures.draw(folder, summary, title_of(summary["settings"]))
     say(f"Results are in {folder}")
+    lacking = reports.lacking(summary)
+    for sentence in lacking:
+        say(sentence)
+    return lacking
 
 
 def title_of(settings: Mapping[str, Any]) -> str:

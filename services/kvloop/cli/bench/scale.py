@@ -6,8 +6,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,12 +61,13 @@ def scale(
     """Measure real routers and a real store with many simulated workers, in less than ten minutes.
 
     One axis at a time: conversations with the fewest workers, workers with all conversations and one router,
-    routers with the last but one number of workers. Writes the record, its tables and a picture.
+    routers with the last but one number of workers. Writes the record after each point, and at the end its
+    tables and a picture; Ctrl-C or a point that fails leave what was measured.
     """
     from kvloop.bench.scale import Effort
     from kvloop.cli import signals
 
-    axes = _Axes(_ascending("workers", workers), _ascending("conversations", conversations), ())
+    axes = Axes(_ascending("workers", workers), _ascending("conversations", conversations), ())
     axes = replace(axes, routers=_ascending("routers", routers))
     if axes.workers[0] < 2:
         raise CommandFailed("--workers begins with 2 at least: one of each kind")
@@ -74,7 +75,9 @@ def scale(
 
 
 @dataclass(frozen=True, slots=True)
-class _Axes:
+class Axes:
+    """What is varied."""
+
     workers: tuple[int, ...]
     conversations: tuple[int, ...]
     routers: tuple[int, ...]
@@ -90,29 +93,38 @@ def _ascending(option: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
-async def _scale(axes: _Axes, effort: "Effort", preset: str, out: Path) -> int:
+async def _scale(axes: Axes, effort: "Effort", preset: str, out: Path) -> int:
+    from kvloop.bench.scale import AXES
     from kvloop.bench.scale_need import million
     from kvloop.cli.bench import environment
     from kvloop.cli.supervisor.part import PartFailed
 
     begun, busy = time.monotonic(), os.getloadavg()[0]
-    try:
-        with tempfile.TemporaryDirectory(prefix="kvloop-scale-") as folder:
-            record = await _measure(axes, effort, preset, Path(folder))
-    except PartFailed as failed:
-        say(str(failed))
-        return EXIT_FAILED
-    record = {
+    record: dict[str, Any] = {
+        "complete": False,
         "when": environment.now(),
         "machine": environment.machine(),
         "versions": environment.versions(),
-        # Of the whole machine, before and after.
-        "load_average": [round(busy, 1), round(os.getloadavg()[0], 1)],
-        "wall_s": round(time.monotonic() - begun),
         "preset": preset,
-        **record,
+        "points": {axis: [] for axis in AXES},
+        "shapes": {},
+        "effort": {name: getattr(effort, name) for name in ("turns", "talks", "at_once", "idle_s")},
     }
-    record["million_conversations"] = million(record)
+
+    def keep() -> None:
+        # Of the whole machine, before and after.
+        record["load_average"] = [round(busy, 1), round(os.getloadavg()[0], 1)]
+        record["wall_s"] = round(time.monotonic() - begun)
+        keep_record(out, record)
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvloop-scale-") as folder:
+            await measure(axes, _open(effort, preset, Path(folder)), record, keep)
+    except PartFailed as failed:
+        say(str(failed))
+        return EXIT_FAILED
+    record |= {"million_conversations": million(record), "complete": True}
+    keep()
     await asyncio.to_thread(_write, out, record)
     return 0
 
@@ -120,8 +132,6 @@ async def _scale(axes: _Axes, effort: "Effort", preset: str, out: Path) -> int:
 def _write(out: Path, record: dict[str, Any]) -> None:
     from kvloop.bench.scale_report import markdown, table
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     out.with_suffix(".md").write_text(markdown(record), encoding="utf-8")
     write_line(sys.stdout, table(record))
     picture = out.with_suffix(".png")
@@ -135,45 +145,66 @@ def _write(out: Path, record: dict[str, Any]) -> None:
     say(f"The record is {out}")
 
 
-async def _measure(axes: _Axes, effort: "Effort", preset: str, folder: Path) -> dict[str, Any]:
-    from kvloop.bench import scale as measure
+def keep_record(out: Path, record: Mapping[str, Any]) -> None:
+    """Write a record in one go: whoever ends the run finds the one before or this one."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    half = out.with_name(f"{out.name}.part")
+    half.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    half.replace(out)
 
-    async with AsyncExitStack() as stack:
-        bench = await stack.enter_async_context(_open(effort, preset, folder))
-        points: dict[str, list[dict[str, Any]]] = {axis: [] for axis in measure.AXES}
-        shapes: dict[str, dict[str, Any]] = {}
+
+async def measure(
+    axes: Axes,
+    opening: "AbstractAsyncContextManager[Bench]",
+    record: dict[str, Any],
+    keep: Callable[[], None],
+) -> None:
+    """Measure along all axes, into a record. keep is called after each point."""
+    from kvloop.bench.scale import Shape, growth, slopes
+
+    points, shapes = record["points"], record["shapes"]
+    async with opening as bench:
+
+        async def add(axis: str, routers: int) -> None:
+            points[axis].append(await bench.point(routers))
+            record["growth"] = {name: growth(found, name) for name, found in points.items()}
+            keep()
+
         await bench.workers_up_to(axes.workers[0])
         for count in axes.conversations:
             await bench.conversations_up_to(count)
-            points["conversations"].append(await bench.point(1))
+            await add("conversations", 1)
         points["workers"].append(points["conversations"][-1])
         shapes["base"] = points["conversations"][-1]
-        fewer = replace(effort, turns=effort.turns // 4, talks=min(effort.talks, 32))
-        shapes["longer"] = await bench.point(1, measure.Shape(prompt_tokens=24_000), effort=fewer)
-        shapes["wordier"] = await bench.point(1, measure.Shape(output_tokens=64), effort=fewer)
+        fewer = replace(bench.effort, turns=bench.effort.turns // 4, talks=min(bench.effort.talks, 32))
+        for name, shape in {
+            "longer": Shape(prompt_tokens=24_000),
+            "wordier": Shape(output_tokens=64),
+        }.items():
+            shapes[name] = await bench.point(1, shape, effort=fewer)
+            keep()
+        record["router_cpu"] = slopes(**shapes)
         at_routers = axes.workers[-2:][0]
         for count in axes.workers:
             if count != axes.workers[0]:
                 await bench.workers_up_to(count)
-                points["workers"].append(await bench.point(1))
+                await add("workers", 1)
             if count == at_routers:
-                points["routers"] = [points["workers"][-1]]
-                points["routers"] += [await bench.point(routers) for routers in axes.routers[1:]]
-        last = points["workers"][-1]
-        if axes.routers[-1] > 1 and len(axes.workers) > 1:
-            last = await bench.point(axes.routers[-1])
-    return {
-        "points": points,
-        "all": last,
-        "shapes": shapes,
-        "growth": {axis: measure.growth(points[axis], axis) for axis in measure.AXES},
-        "router_cpu": measure.slopes(**shapes),
-        "effort": {name: getattr(effort, name) for name in ("turns", "talks", "at_once", "idle_s")},
-    }
+                for routers in axes.routers:
+                    if routers == 1:
+                        points["routers"].append(points["workers"][-1])
+                    else:
+                        await add("routers", routers)
+        record["all"] = points["workers"][-1]
+        if axes.routers[-1] > 1:
+            record["all"] = (
+                points["routers"][-1] if len(axes.workers) == 1 else await bench.point(axes.routers[-1])
+            )
+        record["growth"] = {name: growth(found, name) for name, found in points.items()}
 
 
 @asynccontextmanager
-async def _open(effort: "Effort", preset: str, folder: Path) -> AsyncIterator["_Bench"]:
+async def _open(effort: "Effort", preset: str, folder: Path) -> AsyncIterator["Bench"]:
     """Start the store."""
     from kvloop.bench.scale import Filled, Meters
     from kvloop.metastore.embedded import EmbeddedStore
@@ -185,13 +216,13 @@ async def _open(effort: "Effort", preset: str, folder: Path) -> AsyncIterator["_
         stack.push_async_callback(store.close)
         meters = Meters(server.url, server.pid)
         stack.push_async_callback(meters.close)
-        bench = _Bench(effort, preset, folder, server, store, meters, Filled(), [])
+        bench = Bench(effort, preset, folder, server, store, meters, Filled(), [])
         stack.push_async_callback(bench.stop)
         yield bench
 
 
 @dataclass
-class _Bench:
+class Bench:
     """What stands: the store and the workers. Routers are new for each point."""
 
     effort: "Effort"

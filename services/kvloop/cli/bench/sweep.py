@@ -160,7 +160,7 @@ async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, An
         )
     out: Path = own["out"] or Path("out/sweep")
     settings = {"date": now(), "machine": machine(), "versions": versions()}
-    complete = False
+    complete, lacking = False, list[str]()
     async with (
         log_folder(own["logs"], "sweep") as folder,
         _routes(engine, plan, own, folder) as (routes, vocabulary),
@@ -178,11 +178,11 @@ async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, An
                 complete = True
             finally:
                 # A signal comes as a cancellation: what was measured is kept.
-                _report(out, file, settings, complete=complete)
+                lacking = _report(out, file, settings, complete=complete)
     if failed := [record for record in file.records if record.error]:
         say(f"{len(failed)} requests failed; the first: {failed[0].error}")
         return EXIT_FAILED
-    return 0
+    return EXIT_FAILED if lacking else 0
 
 
 async def _unless_crashed(playing: Coroutine[Any, Any, None], routes: "Routes") -> None:
@@ -258,11 +258,12 @@ def settings_of(plan: "SweepPlan") -> dict[str, Any]:
     }
 
 
-def _report(out: Path, file: "RecordFile", settings: Mapping[str, Any], *, complete: bool) -> None:
+def _report(out: Path, file: "RecordFile", settings: Mapping[str, Any], *, complete: bool) -> list[str]:
+    """Write what there is; return what legs lack."""
     if not any(record.measured and not record.error for record in file.records):
         say(f"Nothing was measured; what there is, is in {out}")
-        return
+        return []
     from kvloop.bench.report import summarise
     from kvloop.cli.bench.report import write_all
 
-    write_all(out, summarise(file.records, settings, complete=complete))
+    return write_all(out, summarise(file.records, settings, complete=complete))
