@@ -205,7 +205,8 @@ async def test_release_while_pinned(
         before, blocks = (await listed())[lease_id], await stack.free_blocks()
         assert before.state == turn_pb2.LEASE_STATE_LIVE
         assert await stack.end(case.name())
-        doomed = (await listed())[lease_id]
+        doomed = (await listed()).get(lease_id)
+        assert doomed is not None, "a lease that is being read is gone"
         assert doomed.state == turn_pb2.LEASE_STATE_DOOMED
         assert (doomed.pins, doomed.num_blocks) == (1, before.num_blocks)
         assert (await stack.free_blocks())["d1"] == blocks["d1"] == case.free_before["d1"] - before.num_blocks
