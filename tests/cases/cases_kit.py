@@ -69,9 +69,14 @@ class Answer:
 class Endpoint:
     """A channel and the stubs of whatever serves there."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, options: Sequence[tuple[str, int]] = ()) -> None:
+        """options: of the channel, beside those of every other one."""
         self.address = address
-        self.channel = channels.open_channel(address)
+        self.channel = (
+            grpc.aio.insecure_channel(address, options=[*channels.CHANNEL_OPTIONS, *options])
+            if options
+            else channels.open_channel(address)
+        )
         self.router = router_service_pb2_grpc.RouterServiceStub(self.channel)
         self.prefill = prefill_service_pb2_grpc.PrefillServiceStub(self.channel)
         self.decode = decode_service_pb2_grpc.DecodeServiceStub(self.channel)
@@ -229,6 +234,17 @@ class Stack:
             metadata=self.credentials(tenant),
         )
         return bool(got.released)
+
+    async def explain(
+        self, answer: Answer, *, router: str, tenant: str = "alpha"
+    ) -> router_service_pb2.ExplainTurnResponse:
+        """Return what the router that served a turn tells of it."""
+        told: router_service_pb2.ExplainTurnResponse = await self.routers[router].router.ExplainTurn(
+            router_service_pb2.ExplainTurnRequest(request_id=answer.summary.request_id),
+            timeout=10,
+            metadata=self.credentials(tenant),
+        )
+        return told
 
     def ids_of(self, text: str) -> list[int]:
         """Tokenize text, special tokens included."""

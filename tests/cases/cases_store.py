@@ -1,6 +1,6 @@
 """The store, as somebody who should not be there sees it."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import redis.asyncio
@@ -43,6 +43,20 @@ class Entries:
         value = await self._client.get(key)
         assert value is not None
         return bytes(value)
+
+    async def outlive(self, lease_id: str) -> bytes:
+        """Let a lease's entry last a minute, whatever the lease does, unless somebody removes it.
+
+        Returns its key.
+        """
+        key = await self.key_of(lease_id)
+        assert await self._client.pexpire(key, 60_000)
+        return key
+
+    async def standing(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return which of these keys are there."""
+        values = await self._client.mget(keys)
+        return {key for key, value in zip(keys, values, strict=True) if value is not None}
 
     async def put(self, key: bytes, value: bytes) -> None:
         """Write a value that lasts a minute."""

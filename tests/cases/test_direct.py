@@ -4,6 +4,8 @@ import pytest
 from cases_kit import Answer, Case, until
 from cases_store import open_entries
 
+from kvloop.v1alpha1 import turn_pb2
+
 pytestmark = pytest.mark.parametrize("router", ["main-direct"])
 
 
@@ -52,6 +54,12 @@ async def test_lease_gone_before_submit(case: Case, history: list[int], suffix: 
     case.expect(two, "RECOMPUTE", "NOT_FOUND", 0)
     assert two.summary.prefill_worker
     assert not two.summary.reuse.retried
+    # A lookup that finds nothing ends alike: it has to be D that refused what the router had chosen.
+    told = await case.stack.explain(two, router=case.router)
+    assert told.decided_verdict == turn_pb2.VERDICT_DIRECT
+    assert told.lease_tokens == one.summary.lease.num_tokens
+    assert told.direct_refused
+    assert told.attempts == 1
     three = await case.turn([*history, *one.ids, *suffix, *two.ids, *suffix])
     expect_direct(case, three, two.summary.lease.num_tokens)
 
