@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 128
 """Large blocks keep the simulated engines' own work small."""
+_BLOCKS = 65_536
+"""Room for what D keeps of all conversations."""
 # A busy machine gets fewer samples rather than more time.
 _FIRST_CHUNKS_S = 45.0
 _CPU_S = 120.0
@@ -104,11 +106,12 @@ async def _stand(preset: str, folder: Path) -> AsyncIterator[_Stand]:
         "block_size": _BLOCK,
         "max_model_len": 32_768,
         "directory_timeout_ms": 2000.0,
-        "extra_engine_args": {"preset": preset},
+        "extra_engine_args": {"preset": preset, "num_blocks": _BLOCKS},
     }
-    # The longest way: both legs, and a read in between.
+    # The longest way: both legs, and a read in between, which a prefix cache at P would spare.
     patient = {"directory_timeout_ms": 2000.0, "direct": False, "by_cost": False}
-    async with Fleet(FleetPlan(workers=workers, routers=[patient]), folder) as fleet:
+    plan = FleetPlan(workers=workers, prefill=[{"enable_prefix_caching": False}], routers=[patient])
+    async with Fleet(plan, folder) as fleet:
         pid = fleet.parts["router-0"].pid
         assert pid is not None
         known = await facts(fleet.endpoint("prefill-0"), fleet.endpoint("decode-0"))
@@ -278,3 +281,5 @@ async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
         "turns_per_cpu_second": {name: round(1000 / spent) for name, spent in long_each.items()},
         "samples": {"cpu_500": [m.as_dict() for m in short], "cpu_24k": [m.as_dict() for m in long]},
     }
+_BLOCKS = 65_536
+"""Room for what D keeps of all conversations."""
