@@ -281,5 +281,3 @@ async def _paced(plan: _Plan, folder: Path) -> dict[str, Any]:
         "turns_per_cpu_second": {name: round(1000 / spent) for name, spent in long_each.items()},
         "samples": {"cpu_500": [m.as_dict() for m in short], "cpu_24k": [m.as_dict() for m in long]},
     }
-_BLOCKS = 65_536
-"""Room for what D keeps of all conversations."""
