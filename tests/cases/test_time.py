@@ -65,9 +65,9 @@ async def test_ttl_over_between_lookup_and_read(case: Case, history: list[int], 
 
 NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
 """A reader that is sent 4 KiB ahead of its reading; what is more waits at the sender."""
-ALTERNATIVES = 20
-"""Log probabilities per token. They make an answer of some 100 KiB, more than gRPC takes in for a reader that
-does not read: 64 KiB at the sender, and what the reader allows."""
+LENGTH = 120
+LONG = {"max_tokens": LENGTH, "logprobs": 10}
+"""An answer of 20 KiB and more."""
 
 
 def decoding(request: router_service_pb2.GenerateRequest) -> decode_service_pb2.DecodeRequest:
@@ -107,15 +107,12 @@ async def read_at_last(call: Any) -> list[Any]:
 async def test_client_reads_nothing(case: Case, history: list[int], suffix: list[int]) -> None:
     stack = case.stack
     case.watch(case.name())
-    # vLLM tells the text of each alternative too.
-    length = 300 if stack.model is None else 200
-    long = {"max_tokens": length, "logprobs": ALTERNATIVES}
     client = Endpoint(stack.routers[case.router].address, NARROW)
     # The router reads for its clients. Somebody who does not read from D either is as a router that is stuck.
     stuck = Endpoint(stack.decodes["d1"].address, NARROW)
-    request = stack.request(history, case.name(), **long)
+    request = stack.request(history, case.name(), **LONG)
     unread = client.router.Generate(request, timeout=DEADLINE_S, metadata=stack.credentials("alpha"))
-    request = stack.request(history, case.name("stuck"), **long)
+    request = stack.request(history, case.name("stuck"), **LONG)
     unread_leg = stuck.decode.Decode(decoding(request), timeout=DEADLINE_S)
 
     async def published() -> list[turn_pb2.Lease]:
@@ -126,13 +123,13 @@ async def test_client_reads_nothing(case: Case, history: list[int], suffix: list
 
     async with open_entries(stack) as entries:
         await case.turn(history[:50], case.name("beside"))
-        leases = await until(published, DEADLINE_S)
+        leases = await until(published)
     assert leases, "no lease without a reader"
-    assert {lease.num_tokens for lease in leases} == {len(history) + length - 1}
+    assert {lease.num_tokens for lease in leases} == {len(history) + LENGTH - 1}
     after = await case.turn(history[:60], case.name("after"))
     assert after.summary.decode_worker == stack.parts["d1"]
     slow = await stack.finish(unread, *await read_at_last(unread))
-    assert len(slow.ids) == length
+    assert len(slow.ids) == LENGTH
     # D had nothing to go on from for the other one.
     assert same(slow, answer_of(await read_at_last(unread_leg)))
     for end in (client, stuck):
@@ -142,7 +139,7 @@ async def test_client_reads_nothing(case: Case, history: list[int], suffix: list
         decode_service_pb2.ReleaseLeaseRequest(lease_id=left), timeout=10
     )
     two = await case.turn([*history, *slow.ids, *suffix])
-    case.expect(two, "READBACK", "PROVEN", len(history) + length - 1)
+    case.expect(two, "READBACK", "PROVEN", len(history) + LENGTH - 1)
 
 
 SHORT = 50
