@@ -450,6 +450,9 @@ class Play:
         await self.bench.keeper.reconcile()
         for lease_id, read_id in self.reads:
             await self._end(lease_id, read_id)
+        # What the watch has begun goes on beside all this.
+        for _ in range(100):
+            await asyncio.sleep(0)
         self.bench.keeper.table.sweep(self.bench.clock.now)
 
 

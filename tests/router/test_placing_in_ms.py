@@ -48,7 +48,9 @@ async def test_turns_of_other_routers_count_like_this_one(count: int, others: in
     home = pool.pick(served, home=b"c", ahead=AHEAD).prefill
     assert home is not None
     # Its load has five of this router's own, which take no time to speak of.
-    home.in_flight, home.reported_load = 5, 5.0 + others
+    home.in_flight = 5
+    assert home.info is not None
+    home.announced(home.info.epoch, 5.0 + others, draining=False)
     assert (pool.pick(served, home=b"c", ahead=AHEAD).prefill is home) == stays
     await pool.stop()
 

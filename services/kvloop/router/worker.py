@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvloop.metastore.registry import TTL_S
+from kvloop.metastore.ttl import WORKER_TTL_S
 from kvloop.router.legs import DecodeLink, PrefillLink
 from kvloop.runtime import logs
 from kvloop.runtime.clock import Clock
@@ -152,7 +152,7 @@ class Worker(Generic[L]):
     @property
     def reported_load(self) -> float:
         """Return the turns it said it had, all routers' together; none once that is as old as it can be."""
-        if self._reported_load and self._clock.monotonic() - self._reported_at > TTL_S:
+        if self._reported_load and self._clock.monotonic() - self._reported_at > WORKER_TTL_S:
             self._reported_load = 0.0
         return self._reported_load
 
