@@ -13,8 +13,9 @@
 #
 # Python with kvloop and vLLM comes first in PATH or PYTHONPATH. SHAPE_FOLDER has a config.json.
 # BLOCK_SIZE, MAX_MODEL_LEN and SECONDS_AT_MOST may be set; TRACE=1 writes every part's traces, too; GPUS=0,0 has
-# P and D share a GPU; MAX_SEQS; MORE_ARGS is JSON of further engine arguments, UP_ARGS further options of kvloop up, PORT the
-# first router's; DRY=1 has simulated engines, to try the script where no GPU is.
+# P and D share a GPU, GPUS=0,1:2,3 with UP_ARGS="--tensor-parallel-size 2" gives each two; MAX_SEQS; MORE_ARGS is
+# JSON of further engine arguments, UP_ARGS further options of kvloop up, PORT the first router's; DRY=1 has simulated
+# engines, to try the script where no GPU is.
 set -u
 case ,$1, in
   ,hot, | ,load,) ;;
@@ -47,8 +48,12 @@ cache=false
 [ "$what" = hot ] || [ "$what" = load ] && cache=true
 traced() { [ -n "${TRACE:-}" ] && echo "trace_file: $out/$1.jsonl"; }
 gpus=${GPUS:-0,1}
-{ echo "visible_devices: \"${gpus%,*}\""; echo "enable_prefix_caching: $cache"; traced trace-prefill; } >"$work/prefill.yaml"
-{ echo "visible_devices: \"${gpus#*,}\""; traced trace-decode; } >"$work/decode.yaml"
+case $gpus in
+  *:*) of_prefill=${gpus%:*} of_decode=${gpus#*:} ;;
+  *) of_prefill=${gpus%,*} of_decode=${gpus#*,} ;;
+esac
+{ echo "visible_devices: \"$of_prefill\""; echo "enable_prefix_caching: $cache"; traced trace-prefill; } >"$work/prefill.yaml"
+{ echo "visible_devices: \"$of_decode\""; traced trace-decode; } >"$work/decode.yaml"
 # The legs' ways, whatever is the cheapest here; DIRECT has a router of its own.
 { echo "max_attempts: 2"; [ "$what" = load ] || printf 'direct: false\nby_cost: false\n'; traced trace-router; } >"$work/router.yaml"
 graphs='{"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 128, 192, 256, 512]}'
