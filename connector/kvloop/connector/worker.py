@@ -27,7 +27,9 @@ _log = logging.getLogger("vllm.kvloop")
 _MAX_PARTIAL_NOTICES = 65536
 _MAX_COUNT_DIGITS = 9
 _HANDSHAKE_S = 2.0
+"""One that takes longer is done again,"""
 _HANDSHAKES = 3
+"""so many in all."""
 
 
 class KvloopWorker(Reads):  # type: ignore[misc]
@@ -80,11 +82,11 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         # The peer's clock is estimated at the middle of the round trip. The true offset is larger by at
         # most half of it, so with half of the whole handshake on top, deadlines err on the early side.
         # A pause of this process would stay in the offset for good: then another try tells it better.
-        for left in reversed(range(_HANDSHAKES)):
+        for _ in range(_HANDSHAKES):
             began = time.perf_counter()
             agents, offset = super()._nixl_handshake(*args, **kwargs)
             took_s = time.perf_counter() - began
-            if took_s < _HANDSHAKE_S or not left:
+            if took_s < _HANDSHAKE_S:
                 break
         return agents, offset + took_s / 2
 

@@ -35,7 +35,7 @@ def failed(error: grpc.aio.AioRpcError, target: str) -> CallFailed:
     """Return what a status says."""
     failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
     named = failure.reason != Reason.ERROR_REASON_UNSPECIFIED
-    code = code_of(error) or grpc.StatusCode.UNKNOWN
+    code = code_of(error)
     return CallFailed(
         code,
         failure.message if named else f"answered {code.name}",

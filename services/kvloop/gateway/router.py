@@ -132,7 +132,7 @@ class Router:
 
 def failure_of(error: grpc.aio.AioRpcError) -> Failure:
     """Return what a router's status says, with a reason also where it names none."""
-    return _patient(from_rpc_error(error, _reason((code_of(error) or grpc.StatusCode.UNKNOWN).name)))
+    return _patient(from_rpc_error(error, _reason(code_of(error).name)))
 
 
 def may_move(failure: Failure) -> bool:

@@ -5,6 +5,7 @@ when a field is at fault, and a RetryInfo when waiting helps. Texts never hold p
 """
 
 from collections.abc import Mapping
+from typing import overload
 
 import grpc
 from google.protobuf import duration_pb2
@@ -117,6 +118,10 @@ def from_rpc_error(error: grpc.RpcError, fallback: "errors_pb2.ErrorReason.Value
     return unexplained(code.name if code else "nothing", fallback)
 
 
+@overload
+def code_of(error: grpc.aio.AioRpcError) -> grpc.StatusCode: ...
+@overload
+def code_of(error: grpc.RpcError) -> grpc.StatusCode | None: ...
 def code_of(error: grpc.RpcError) -> grpc.StatusCode | None:
     """Return the code with which a call ended, if it has one.
 

@@ -180,7 +180,7 @@ class _Session:
                         self._forget(call)
                         call.stir()
         except grpc.aio.AioRpcError as error:
-            why = (code_of(error) or grpc.StatusCode.UNKNOWN).name
+            why = code_of(error).name
         except grpc.aio.BaseError as error:
             _log.warning("attached_stream_broke", error=type(error).__name__)
         finally:
