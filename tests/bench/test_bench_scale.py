@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from kvloop.bench.records import keep_record
 from kvloop.bench.router_traffic import Played, Talk, talk
 from kvloop.bench.scale import AXES, Effort, Players, Spent, cpu_s, growth, per_second, per_turn, slopes
 from kvloop.bench.scale_need import Assumed, Measured, million, needs
 from kvloop.bench.scale_picture import draw
 from kvloop.bench.scale_report import figure, markdown, table
-from kvloop.cli.bench.scale import Axes, keep_record, make_command, measure
+from kvloop.cli.bench.scale import Axes, make_command, measure
 from kvloop.cli.errors import CommandFailed
 
 

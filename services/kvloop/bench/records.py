@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -127,6 +127,14 @@ def read(place: Path) -> list[Record]:
     except (ValueError, TypeError) as error:
         raise BadRecords(f"{file}, line {len(records) + 1}: {error}") from None
     return records
+
+
+def keep_record(out: Path, record: Mapping[str, Any]) -> None:
+    """Write a whole run's record in one go: whoever ends the run finds the one before or this one."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    half = out.with_name(f"{out.name}.part")
+    half.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    half.replace(out)
 
 
 def digest(token_ids: Iterable[int]) -> str:

@@ -1,6 +1,5 @@
 """What a run of `kvloop bench peers` has measured so far, as the file has it at any time."""
 
-import json
 import os
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import Any
 
 from kvloop.bench import peers as measure
 from kvloop.bench import peers_real
+from kvloop.bench.records import keep_record
 from kvloop.cli.bench import environment, peers_parts, peers_vllm
 
 
@@ -40,10 +40,7 @@ class PeersRecord:
     def keep(self) -> dict[str, Any]:
         """Write the file, in one go, and return what is in it."""
         record = self.as_dict()
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        half = self.out.with_name(f"{self.out.name}.part")
-        half.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        half.replace(self.out)
+        keep_record(self.out, record)
         return record
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """`kvloop bench scale`: how the cost of a turn grows with workers, conversations and routers."""
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,6 +93,7 @@ def _ascending(option: str, text: str) -> tuple[int, ...]:
 
 
 async def _scale(axes: Axes, effort: "Effort", preset: str, out: Path) -> int:
+    from kvloop.bench.records import keep_record
     from kvloop.bench.scale import AXES
     from kvloop.bench.scale_need import million
     from kvloop.cli.bench import environment
@@ -143,14 +143,6 @@ def _write(out: Path, record: dict[str, Any]) -> None:
         scale_picture.draw(picture, record)
         say(f"The picture is {picture}")
     say(f"The record is {out}")
-
-
-def keep_record(out: Path, record: Mapping[str, Any]) -> None:
-    """Write a record in one go: whoever ends the run finds the one before or this one."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    half = out.with_name(f"{out.name}.part")
-    half.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    half.replace(out)
 
 
 async def measure(
