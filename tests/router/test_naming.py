@@ -190,7 +190,8 @@ async def test_turns_go_to_everybody_behind_a_name(
             assert (await client.say(LONG, f"c{number}")).token_ids == ANSWER
         assert all(decode.requests for decode in fleet.decodes)
         resolver.found[name] = (fleet.decodes[1].host.endpoint,)
-        await until(lambda: app.pool.decode[0].draining, "one address gone")
+        gone = decodes(app.pool)[fleet.decodes[0].host.endpoint]
+        await until(lambda: gone.draining, "one address gone")
         before = len(fleet.decodes[0].requests)
         for number in range(10):
             assert (await client.say(LONG, f"d{number}")).token_ids == ANSWER
