@@ -136,6 +136,22 @@ async def test_costs_are_learnt_and_decide() -> None:
         await fleet.whole()
 
 
+async def test_what_other_routers_gave_to_p_is_waited_for() -> None:
+    async with sim_fleet(engine=CACHED | TIMED) as fleet:
+        app, client = await started(fleet, direct=True, by_cost=True)
+        prefill, history = app.pool.prefill[0], ids(3000)
+        assert prefill.info is not None
+        waits = []
+        for load in (0.0, 4.0, 8.0):
+            prefill.announced(prefill.info.epoch, load, draining=False)
+            answer = await client.say(history, request_id=f"beside-{load}")
+            waits.append((await explain(client, f"beside-{load}")).costs.prefill_wait_ms)
+            history += [*answer.token_ids, *SUFFIX]
+        assert waits[0] == 0 < waits[1] < waits[2]
+        await client.end()
+        await fleet.whole()
+
+
 @pytest.mark.parametrize("cheap", [True, False])
 async def test_seeds_decide_before_anything_is_measured(cheap: bool) -> None:
     async with sim_fleet() as fleet:

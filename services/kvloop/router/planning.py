@@ -122,12 +122,14 @@ def verdict(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
 def _work(turn: Turn, tools: Tools, expected: verdicts.Expected) -> tuple[cost_model.Work, cost_model.Rates]:
     reusable = max(0, min(expected.upper, turn.prompt_tokens) - 1)
     own_ms = cost_model.prefill_leg(reusable, turn.prompt_tokens, tools.book.rates(turn.served, None, None))
-    prefill = tools.pool.likely_prefill(turn.served, turn.home, placing.prefill_ms(own_ms))
+    ahead = placing.prefill_ms(own_ms)
+    prefill = tools.pool.likely_prefill(turn.served, turn.home, ahead)
     work = cost_model.Work(
         prompt=turn.prompt_tokens,
         reusable=reusable,
         at_holder=turn.holder is not None,
-        prefill_wait_ms=prefill.pending_ms if prefill is not None else 0.0,
+        # Other routers' turns there count as much as they do when a worker is chosen.
+        prefill_wait_ms=ahead.of(prefill) if prefill is not None and own_ms > 0 else 0.0,
         decode_wait_ms=turn.holder.pending_ms if turn.holder is not None else 0.0,
     )
     return work, tools.book.rates(turn.served, prefill, turn.holder)
