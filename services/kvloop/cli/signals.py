@@ -19,9 +19,7 @@ def run(work: Coroutine[Any, Any, int], *, ending_is_success: bool = False) -> N
     nothing, since cleaning up is bounded. A command ended by a signal leaves with 128 + its
     number, or with 0 where that is how it is meant to end.
     """
-    import uvloop
-
-    code = uvloop.run(_run(work))
+    code = asyncio.run(_run(work))
     raise typer.Exit(0 if ending_is_success and code > 128 else code)
 
 
