@@ -10,7 +10,7 @@ from bench_fakes import FakeTarget
 from click.testing import CliRunner
 
 from kvloop.bench import compare as comparing
-from kvloop.bench import pictures, report
+from kvloop.bench import pictures, report, statistics
 from kvloop.bench.article import GLM_5_FP8, QWEN3_32B
 from kvloop.bench.records import REQUESTS, BadRecords, Record, RecordFile, digest, read
 from kvloop.bench.sweep import (
@@ -27,6 +27,7 @@ from kvloop.bench.sweep import (
 from kvloop.bench.workload.lengths import LengthSweep
 from kvloop.bench.workload.words import WordEncoder
 from kvloop.cli.bench.report import make_command as make_report
+from kvloop.cli.bench.sweep import plan_of
 
 PLAN = SweepPlan(
     legs=(OFF_COLD, OFF_HOT, READBACK, DIRECT),
@@ -131,6 +132,10 @@ async def test_records_survive_their_file(tmp_path: Path) -> None:
     wanted = "leg nominal_tokens conversation_id turn ttft_ms tpot_ms latency_ms input_num_tokens"
     wanted += " output_num_tokens verdict tokens prefill_ms transfer_ms bytes descriptors"
     assert line.keys() >= set(wanted.split())
+
+
+def test_a_sweep_has_samples_enough_for_an_interval_by_default() -> None:
+    assert plan_of({}).samples == statistics.ENOUGH
 
 
 def test_records_tell_no_tokens() -> None:
@@ -252,11 +257,60 @@ def test_a_load_is_not_reported_as_a_sweep(settings: dict[str, Any], tmp_path: P
         ({"leg": "readback"}, ""),
         ({"leg": "readback", "verdict": "DIRECT", "nominal_tokens": 0}, ""),
         ({"leg": "sideways", "verdict": "DIRECT", "retried": True}, ""),
+        ({"leg": "off-cold", "verdict": "RECOMPUTE", "tokens": {"p_local": 0}}, ""),
+        *(
+            ({"leg": leg, "verdict": way, "tokens": {"p_local": 1}}, f"{way}, P's cache had 1 tokens")
+            for leg, way in (
+                ("off-cold", "RECOMPUTE"),
+                ("readback", "READBACK"),
+                ("off-moved", "RECOMPUTE"),
+                ("readback-moved", "READBACK"),
+            )
+        ),
+        ({"leg": "off-hot", "verdict": "RECOMPUTE", "tokens": {"p_local": 1}}, ""),
+        (
+            {"leg": "off-hot", "verdict": "RECOMPUTE", "tokens": {"p_local": 0}},
+            "RECOMPUTE, P's cache had 0 tokens",
+        ),
+        # 5% of 1,000 tokens at the most.
+        *(
+            (evicted | {"tokens": {"p_local": had}, "input_num_tokens": 1000}, why)
+            for evicted in (
+                {"leg": "off-evicted", "verdict": "RECOMPUTE"},
+                {"leg": "readback-evicted", "verdict": "READBACK"},
+            )
+            for had, why in (
+                (0, ""),
+                (49, ""),
+                (50, ""),
+                (51, f"{evicted['verdict']}, P's cache had 51 tokens"),
+            )
+        ),
+        ({"leg": "direct", "verdict": "DIRECT", "tokens": {"p_local": 5}}, ""),
     ],
 )
 def test_which_turns_are_a_legs(record: dict[str, Any], why: str) -> None:
     blank = {"nominal_tokens": 64, "conversation_id": "c", "turn": 2, "measured": True}
     assert stray(Record(**(blank | record))) == why
+
+
+def test_a_cache_that_was_not_overrun_is_left_out_of_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(__file__).parents[2] / "docs" / "results" / "2026-11-30-h200-c" / "hot"
+    result = CliRunner().invoke(make_report(), [str(folder), "--out", str(tmp_path)])
+    said = capsys.readouterr().err + result.output
+    assert result.exit_code == 1
+    assert (
+        "off-evicted at 24,576 tokens: none of its 3 turns counts (RECOMPUTE, DISABLED, P's cache had 24,320"
+        " tokens x3)" in said
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {leg: list(cells) for leg, cells in summary["legs"].items()} == {
+        "off-hot": ["8192", "24576"],
+        "off-evicted": [],
+        "readback-evicted": [],
+    }
 
 
 async def test_answers_that_differ_are_counted() -> None:
