@@ -35,7 +35,7 @@ _EXTRA: dict[str, Any] = {
         str | None, typer.Option(help="Legs, with commas. [default: the first four, if offered]")
     ],
     "lengths": Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens. [default: {_LENGTHS}]")],
-    "samples": Annotated[int | None, typer.Option(min=1, help="Per length and leg. [default: 5]")],
+    "samples": Annotated[int | None, typer.Option(min=1, help="Per length and leg. [default: 6]")],
     "suffix_tokens": Annotated[
         int | None, typer.Option(min=1, help="New input of the measured turn. [default: 160]")
     ],
@@ -110,7 +110,7 @@ def plan_of(own: Mapping[str, Any]) -> "SweepPlan":
         plan = SweepPlan(
             legs=tuple(_legs(given)),
             lengths=tuple(dict.fromkeys(lengths)),
-            samples=given.get("samples", 5),
+            samples=given.get("samples", 6),
             shape=LengthSweep(**shape),
             output_tokens=given.get("output_tokens", 16),
             seed=given.get("workload_seed", 0),
