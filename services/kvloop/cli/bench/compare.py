@@ -9,8 +9,8 @@ import typer
 from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_line
 
 _FEW = (
-    "Fewer than {} samples have a range, not an interval: they tell a change only where the runs' samples"
-    " are apart, not overlapping."
+    "Fewer than {} samples (of a load: conversations) have a range, not an interval: they tell a change only"
+    " where the runs' samples are apart, not overlapping; a load's never do."
 )
 
 
@@ -50,6 +50,8 @@ def compare(
     found = comparing.compare(first, second, metric=metric, min_change=min_change)
     for line in comparing.dropped(first, second, metric=metric):
         say(f"not compared: {line}")
+    for name, line in comparing.loads(first, second, metric=metric):
+        say(f"{name}: {line}")
     if not found:
         raise CommandFailed(f"the runs have no leg and prompt length in common that {metric} was measured of")
     table = Table(
@@ -67,7 +69,11 @@ def compare(
             ratio = cell.ratio
             interval = "" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
             if ratio.is_range:
-                interval += f" (range, {'apart' if cell.apart else 'overlapping'})"
+                interval += (
+                    f" (range, {'apart' if cell.apart else 'overlapping'})"
+                    if cell.nominal_tokens
+                    else " (range)"
+                )
             tokens = f"{cell.nominal_tokens:,}" if cell.nominal_tokens else "-"
             table.add_row("", tokens, f"{ratio.value:.3f}", interval, f"{cell.p:.4f}")
     Console().print(table)
