@@ -26,6 +26,7 @@ from kvloop.bench.sweep import (
 )
 from kvloop.bench.workload.lengths import LengthSweep
 from kvloop.bench.workload.words import WordEncoder
+from kvloop.cli.bench.compare import make_command as make_compare
 from kvloop.cli.bench.report import make_command as make_report
 from kvloop.cli.bench.sweep import plan_of
 
@@ -231,6 +232,86 @@ async def test_a_leg_that_never_was_what_it_is_named_for_ends_a_report_with_a_fa
     assert (summary["legs"]["readback"], summary["speedup"]) == ({}, {})
     assert "| 128 | 1000.0 |  |" in (tmp_path / "summary.md").read_text()
     assert (tmp_path / "ttft.png").is_file()
+
+
+async def write_sweep(folder: Path, legs: Any, settings: dict[str, Any]) -> str:
+    _, records = await play(replace(PLAN, legs=legs, lengths=(64,), samples=1))
+    with RecordFile(folder / REQUESTS) as file:
+        for record in records:
+            file.add(record)
+    (folder / "summary.json").write_text(json.dumps({"settings": settings, "complete": True}))
+    return str(folder)
+
+
+SETTINGS: dict[str, Any] = {
+    "date": "a day",
+    "engine": "vllm",
+    "machine": "a machine",
+    "versions": {"vllm": "0.26.0", "numpy": "2.5"},
+    "seed": 0,
+}
+OTHERS: dict[str, Any] = {
+    "date": "another day",
+    "machine": "another machine",
+    "versions": {"vllm": "0.29.0", "numpy": "2.6"},
+    "block_size": 16,
+    "seed": 0,
+}
+
+
+async def test_sweeps_that_are_not_alike_are_put_together_only_by_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = await write_sweep(tmp_path / "a", (OFF_COLD,), SETTINGS)
+    second = await write_sweep(tmp_path / "b", (OFF_HOT,), OTHERS)
+    out = tmp_path / "out"
+    result = CliRunner().invoke(make_report(), [first, second, "--out", str(out)])
+    said = capsys.readouterr().err + result.output
+    assert result.exit_code == 1
+    lines = [
+        f"{second}: machine: a machine and another machine",
+        f"{second}: versions.vllm: 0.26.0 and 0.29.0",
+    ]
+    assert [line for line in said.splitlines() if line.startswith("not alike")] == [
+        f"not alike: {line}" for line in lines
+    ]
+    assert "--force" in said
+    assert not out.exists()
+    result = CliRunner().invoke(make_report(), [first, second, "--out", str(out), "--force"])
+    assert result.exit_code == 0
+    settings = json.loads((out / "summary.json").read_text())["settings"]
+    assert (settings["machine"], settings["block_size"], settings["unlike"]) == ("a machine", 16, lines)
+    # What one of them does not tell is no difference.
+    third = await write_sweep(tmp_path / "c", (READBACK,), {"engine": "vllm"})
+    assert CliRunner().invoke(make_report(), [first, third, "--out", str(out)]).exit_code == 0
+
+
+async def test_a_report_may_be_titled(tmp_path: Path) -> None:
+    folder = await write_sweep(tmp_path / "a", (OFF_COLD,), SETTINGS)
+    result = CliRunner().invoke(make_report(), [folder, "--title", "a shape, TP1, dummy weights"])
+    assert result.exit_code == 0
+    assert "<!-- a shape, TP1, dummy weights" in (tmp_path / "a" / "ttft.svg").read_text()
+    assert "- title: a shape, TP1, dummy weights" in (tmp_path / "a" / "summary.md").read_text()
+    # It stays with the sweep.
+    CliRunner().invoke(make_report(), [folder])
+    assert "<!-- a shape, TP1, dummy weights" in (tmp_path / "a" / "ttft.svg").read_text()
+
+
+async def test_a_comparison_says_first_in_what_the_runs_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = await write_sweep(tmp_path / "a", (OFF_COLD,), SETTINGS)
+    second = await write_sweep(tmp_path / "b", (OFF_COLD,), OTHERS)
+    result = CliRunner().invoke(make_compare(), [first, f"{second}/{REQUESTS}"])
+    said = capsys.readouterr().err + result.output
+    assert result.exit_code == 0
+    assert [line for line in said.splitlines() if line.startswith("A and B differ")] == [
+        "A and B differ in machine: a machine and another machine",
+        "A and B differ in versions.vllm: 0.26.0 and 0.29.0",
+        "A and B differ in versions.numpy: 2.5 and 2.6",
+    ]
+    CliRunner().invoke(make_compare(), [first, first])
+    assert "A and B differ" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [{"workload": "agentic"}, {}])
