@@ -118,11 +118,12 @@ case $step in
     # Interrupted, it keeps what was measured.
     timeout -s INT "${SECONDS_AT_MOST:-400}" "${run[@]}" bench sweep \
       --router "$router" --router-direct "$direct" --vocabulary "$vocabulary" \
-      --legs off-cold,readback,direct --out "$out" "$@"
+      --prefill-worker "$(endpoint prefill-0)" --legs off-cold,readback,direct --out "$out" "$@"
     ;;
   hot)
     timeout -s INT "${SECONDS_AT_MOST:-400}" "${run[@]}" bench sweep \
-      --router-hot "$router" --vocabulary "$vocabulary" --legs off-hot --out "$out" "$@"
+      --router-hot "$router" --vocabulary "$vocabulary" --prefill-worker "$(endpoint prefill-0)" \
+      --legs off-hot --out "$out" "$@"
     ;;
   load)
     # The same sessions of other tokens: neither finds the other's in a cache. One name, for kvloop bench compare.

@@ -24,6 +24,9 @@ class FakeTarget:
             raise TargetFailed("no answer")
         answer = [7 + (sum(request.prompt) + place) % 100 for place in range(request.max_tokens)]
         held = len(request.prompt) // 2 if request.reuse else 0
+        # Its P has a prefix cache, which holds what came just before.
+        hot = self.name == "hot" and not request.reuse and self._just_before(request)
+        local = len(request.prompt) // 4 if hot else 0
         return Outcome(
             token_ids=answer,
             ttft_ms=100.0 if held else 1000.0,
@@ -32,10 +35,18 @@ class FakeTarget:
             output_num_tokens=len(answer),
             verdict=("DIRECT" if self.name == "direct" else "READBACK") if held else "RECOMPUTE",
             reason="PROVEN" if held else "DISABLED",
-            tokens={"p_local": 0, "readback": held, "d_local": 0, "computed": len(request.prompt) - held},
+            tokens={
+                "p_local": local,
+                "readback": held,
+                "d_local": 0,
+                "computed": len(request.prompt) - held - local,
+            },
             prefill_ms=80.0 if held else 900.0,
             readback=Read(20.0, 4096, 3) if held else Read(),
         )
+
+    def _just_before(self, request: Request) -> bool:
+        return len(self.asked) > 1 and self.asked[-2].conversation_id == request.conversation_id
 
     async def end(self, conversation_id: str, cache_salt: str = "") -> None:
         self.ended.append((conversation_id, cache_salt))

@@ -1,5 +1,6 @@
 """`kvloop bench` as a process, on simulated engines."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
 
 pytestmark = pytest.mark.slow
 
@@ -125,6 +128,7 @@ def test_an_interrupted_sweep_keeps_what_was_measured(tmp_path: Path) -> None:
         (("sweep", *SIMULATED, "--legs", "sideways"), "choose from"),
         (("sweep", "--router", "127.0.0.1:1", "--legs", "off-hot"), "nothing here offers it"),
         (("sweep", "--router-hot", "127.0.0.1:1", "--legs", "off-evicted"), "--filler-tokens"),
+        (("sweep", "--router", "127.0.0.1:1", "--prefill-worker", "127.0.0.1:1"), "--prefill-worker"),
         (("compare", "nowhere", "nowhere"), "nowhere"),
         (("load", "--clients", "2", "--rate", "1"), "give one of them"),
         (("load", "nothing"), "no kind of workload"),
@@ -145,3 +149,27 @@ def test_a_workload_can_be_written(tmp_path: Path) -> None:
     ended = bench("workload", str(file), "--kind", "agentic", "--sessions", "3", "--scale", "0.01")
     assert ended.returncode == 0, ended.stderr
     assert len([entry for entry in json.loads(file.read_text()) if "parent" not in entry["kvloop"]]) == 3
+
+
+async def test_of_what_runs_already_is_recorded_what_it_says_itself(tmp_path: Path) -> None:
+    plan = FleetPlan(
+        workers={"engine": "simulated", "model": "smollm2-135m-cpu", "block_size": 16},
+        prefill=({"enable_prefix_caching": False},),
+        decode=({},),
+        routers=({"direct": False, "by_cost": False},),
+    )
+    async with Fleet(plan, tmp_path / "fleet") as fleet:
+        running = ("--router", fleet.endpoint("router-0"), "--prefill-worker", fleet.endpoint("prefill-0"))
+        shape = ("--legs", "off-cold,readback", "--lengths", "256", "--samples", "1", "--warm-up", "0")
+        named = ("--title", "somebody's fleet", "--out", str(tmp_path / "out"))
+        ended = await asyncio.to_thread(bench, "sweep", *running, *shape, *named)
+    assert ended.returncode == 0, ended.stderr
+    settings = json.loads((tmp_path / "out" / "summary.json").read_text())["settings"]
+    assert not {"machine", "versions"} & settings.keys()
+    assert settings["client"].keys() == {"machine", "versions"}
+    assert (settings["engine"], settings["model"], settings["block_size"]) == (
+        "simulated",
+        "smollm2-135m-cpu",
+        16,
+    )
+    assert "<!-- somebody's fleet" in (tmp_path / "out" / "ttft.svg").read_text()

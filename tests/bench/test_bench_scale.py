@@ -15,7 +15,7 @@ from kvloop.bench.records import keep_record
 from kvloop.bench.router_traffic import Played, Talk, talk
 from kvloop.bench.scale import AXES, Effort, Players, Spent, cpu_s, growth, per_second, per_turn, slopes
 from kvloop.bench.scale_need import Assumed, Measured, million, needs
-from kvloop.bench.scale_picture import draw
+from kvloop.bench.scale_picture import draw, sheet_of
 from kvloop.bench.scale_report import figure, markdown, table
 from kvloop.cli.bench.scale import Axes, make_command, measure
 from kvloop.cli.errors import CommandFailed
@@ -230,6 +230,9 @@ def test_a_record_makes_a_table_and_a_picture(tmp_path: Path) -> None:
     assert "With 4 routers and 1,000 workers a turn takes 1.5 ms." in page
     draw(tmp_path / "scale.png", record())
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+    for panel in sheet_of(record()).axes:
+        low, high = panel.get_ylim()
+        assert {0.5, 1, 2} <= {place for place in panel.get_yticks() if low <= place <= high}
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,17 @@
 """Intervals, tests, and telling a change from noise."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvloop.bench import statistics
-from kvloop.bench.compare import Finding, compare, dropped
+from kvloop.bench import conversations, statistics
+from kvloop.bench.compare import Finding, compare, dropped, loads
 from kvloop.bench.records import Record
 
 _TIMES = st.lists(st.floats(0.1, 1e5), min_size=2, max_size=12)
@@ -190,3 +192,108 @@ def test_what_is_not_compared_is_told() -> None:
         dropped(before, before, metric="transfer_ms")[0]
         == "off-cold at 512 tokens: 8 of 8 samples of A are 0"
     )
+
+
+def _load_of(rng: random.Random, names: Sequence[str], run: str, factor: float = 1.0) -> list[Record]:
+    """Return a load whose conversations differ, and whose turns are like the turn before."""
+    records: list[Record] = []
+    for name in names:
+        level, drift = rng.lognormvariate(0, 0.6), 0.0
+        for turn in range(1, rng.randint(2, 20)):
+            drift = 0.9 * drift + rng.gauss(0, 0.2)
+            ttft_ms = 100 * factor * level * math.exp(drift) * (1 + 0.05 * turn)
+            records.append(
+                Record("load", 0, f"{name}-{run}", turn, measured=True, ttft_ms=ttft_ms, tpot_ms=ttft_ms / 5)
+            )
+    return records
+
+
+RUN_A, RUN_B = "0a1b2c3d", "4e5f6a7b"
+
+
+def _split(records: Sequence[Record], rng: random.Random) -> tuple[list[Record], list[Record]]:
+    names = sorted({record.conversation_id for record in records})
+    chosen = set(rng.sample(names, len(names) // 2))
+    return [r for r in records if r.conversation_id in chosen], [
+        r for r in records if r.conversation_id not in chosen
+    ]
+
+
+def test_a_load_split_by_conversation_seldom_seems_to_differ() -> None:
+    rng = random.Random(5)
+    findings = []
+    for _ in range(60):
+        halves = _split(_load_of(rng, [f"c-{number}" for number in range(20)], RUN_A), rng)
+        findings += [one.finding for one in compare(*halves)]
+    # 5% of 60 are 3; more than 8 come to pass once in 500.
+    assert findings.count(Finding.NOISE) >= 52
+
+
+def test_equal_loads_of_the_same_conversations_seldom_seem_to_differ() -> None:
+    rng = random.Random(6)
+    names = [f"c-{number}" for number in range(12)]
+    findings = [
+        compare(_load_of(rng, names, RUN_A), _load_of(rng, names, RUN_B))[0].finding for _ in range(60)
+    ]
+    assert findings.count(Finding.NOISE) >= 52
+
+
+def test_a_load_that_changed_is_told_by_the_turns_that_both_runs_have() -> None:
+    names = [f"c-{number}" for number in range(8)]
+    before = _load_of(random.Random(7), names, RUN_A)
+    rng = random.Random(8)
+    after = [
+        replace(
+            record,
+            conversation_id=record.conversation_id.replace(RUN_A, RUN_B),
+            ttft_ms=record.ttft_ms * 1.1 * rng.lognormvariate(0, 0.02),
+        )
+        for record in before[:-3]
+    ]
+    (found,) = compare(before, after)
+    assert found.finding is Finding.SLOWER
+    (cell,) = found.cells
+    assert found.ratio == cell.ratio.value == pytest.approx(1.1, rel=0.02)
+    assert cell.ratio.low is not None
+    assert cell.ratio.high is not None
+    assert 1.05 < cell.ratio.low < 1.1 < cell.ratio.high < 1.15
+    assert cell.ratio.samples == 8
+    ((leg, line),) = loads(before, after)
+    assert leg == "load"
+    assert line == (
+        f"{len(after)} turns of 8 conversations that both runs have, turn by turn;"
+        " 3 of A and 0 of B are in one alone"
+    )
+    (same,) = compare(before, before)
+    assert (same.finding, same.ratio, same.p) == (Finding.NOISE, 1.0, 1.0)
+
+
+def test_a_load_of_other_conversations_that_is_far_slower_is_told() -> None:
+    rng = random.Random(9)
+    before = _load_of(rng, [f"c-{number}" for number in range(12)], RUN_A)
+    after = _load_of(rng, [f"d-{number}" for number in range(14)], RUN_B, factor=5)
+    (found,) = compare(before, after)
+    assert found.finding is Finding.SLOWER
+    assert loads(before, after) == [
+        ("load", "12 conversations of A and 14 of B as wholes; the runs have none in common")
+    ]
+
+
+def test_few_conversations_tell_no_change_however_many_turns_they_have() -> None:
+    names = [f"c-{number}" for number in range(5)]
+    rng = random.Random(10)
+    before, after = _load_of(rng, names, RUN_A), _load_of(rng, names, RUN_B, factor=100)
+    assert compare(before, after)[0].finding is Finding.TOO_FEW
+    others = [replace(record, conversation_id=f"other-{record.conversation_id}") for record in after]
+    (found,) = compare(before, others)
+    assert found.finding is Finding.TOO_FEW
+    assert found.cells[0].ratio.is_range
+
+
+def test_bootstrapped_medians_are_those_of_the_arrays_that_were_drawn() -> None:
+    arrays = [np.array([3.0, 1.0]), np.array([7.0]), np.array([2.0, 9.0, 4.0])]
+    made = np.concatenate(list(conversations._medians(arrays, np.random.default_rng(1))))
+    drawn = np.random.default_rng(1).multinomial(3, np.full(3, 1 / 3), size=len(made))
+    for median, counts in zip(made[:50], drawn, strict=False):
+        taken = [array for array, count in zip(arrays, counts, strict=True) for _ in range(count)]
+        assert median == np.median(np.concatenate(taken))

@@ -10,7 +10,7 @@ from bench_fakes import FakeTarget
 from click.testing import CliRunner
 
 from kvloop.bench import compare as comparing
-from kvloop.bench import pictures, report
+from kvloop.bench import pictures, report, statistics
 from kvloop.bench.article import GLM_5_FP8, QWEN3_32B
 from kvloop.bench.records import REQUESTS, BadRecords, Record, RecordFile, digest, read
 from kvloop.bench.sweep import (
@@ -26,7 +26,9 @@ from kvloop.bench.sweep import (
 )
 from kvloop.bench.workload.lengths import LengthSweep
 from kvloop.bench.workload.words import WordEncoder
+from kvloop.cli.bench.compare import make_command as make_compare
 from kvloop.cli.bench.report import make_command as make_report
+from kvloop.cli.bench.sweep import plan_of
 
 PLAN = SweepPlan(
     legs=(OFF_COLD, OFF_HOT, READBACK, DIRECT),
@@ -133,6 +135,10 @@ async def test_records_survive_their_file(tmp_path: Path) -> None:
     assert line.keys() >= set(wanted.split())
 
 
+def test_a_sweep_has_samples_enough_for_an_interval_by_default() -> None:
+    assert plan_of({}).samples == statistics.ENOUGH
+
+
 def test_records_tell_no_tokens() -> None:
     assert digest([1, 2]) != digest([2, 1])
     assert digest([1, 2]) == digest((1, 2))
@@ -228,6 +234,86 @@ async def test_a_leg_that_never_was_what_it_is_named_for_ends_a_report_with_a_fa
     assert (tmp_path / "ttft.png").is_file()
 
 
+async def write_sweep(folder: Path, legs: Any, settings: dict[str, Any]) -> str:
+    _, records = await play(replace(PLAN, legs=legs, lengths=(64,), samples=1))
+    with RecordFile(folder / REQUESTS) as file:
+        for record in records:
+            file.add(record)
+    (folder / "summary.json").write_text(json.dumps({"settings": settings, "complete": True}))
+    return str(folder)
+
+
+SETTINGS: dict[str, Any] = {
+    "date": "a day",
+    "engine": "vllm",
+    "machine": "a machine",
+    "versions": {"vllm": "0.26.0", "numpy": "2.5"},
+    "seed": 0,
+}
+OTHERS: dict[str, Any] = {
+    "date": "another day",
+    "machine": "another machine",
+    "versions": {"vllm": "0.29.0", "numpy": "2.6"},
+    "block_size": 16,
+    "seed": 0,
+}
+
+
+async def test_sweeps_that_are_not_alike_are_put_together_only_by_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = await write_sweep(tmp_path / "a", (OFF_COLD,), SETTINGS)
+    second = await write_sweep(tmp_path / "b", (OFF_HOT,), OTHERS)
+    out = tmp_path / "out"
+    result = CliRunner().invoke(make_report(), [first, second, "--out", str(out)])
+    said = capsys.readouterr().err + result.output
+    assert result.exit_code == 1
+    lines = [
+        f"{second}: machine: a machine and another machine",
+        f"{second}: versions.vllm: 0.26.0 and 0.29.0",
+    ]
+    assert [line for line in said.splitlines() if line.startswith("not alike")] == [
+        f"not alike: {line}" for line in lines
+    ]
+    assert "--force" in said
+    assert not out.exists()
+    result = CliRunner().invoke(make_report(), [first, second, "--out", str(out), "--force"])
+    assert result.exit_code == 0
+    settings = json.loads((out / "summary.json").read_text())["settings"]
+    assert (settings["machine"], settings["block_size"], settings["unlike"]) == ("a machine", 16, lines)
+    # What one of them does not tell is no difference.
+    third = await write_sweep(tmp_path / "c", (READBACK,), {"engine": "vllm"})
+    assert CliRunner().invoke(make_report(), [first, third, "--out", str(out)]).exit_code == 0
+
+
+async def test_a_report_may_be_titled(tmp_path: Path) -> None:
+    folder = await write_sweep(tmp_path / "a", (OFF_COLD,), SETTINGS)
+    result = CliRunner().invoke(make_report(), [folder, "--title", "a shape, TP1, dummy weights"])
+    assert result.exit_code == 0
+    assert "<!-- a shape, TP1, dummy weights" in (tmp_path / "a" / "ttft.svg").read_text()
+    assert "- title: a shape, TP1, dummy weights" in (tmp_path / "a" / "summary.md").read_text()
+    # It stays with the sweep.
+    CliRunner().invoke(make_report(), [folder])
+    assert "<!-- a shape, TP1, dummy weights" in (tmp_path / "a" / "ttft.svg").read_text()
+
+
+async def test_a_comparison_says_first_in_what_the_runs_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = await write_sweep(tmp_path / "a", (OFF_COLD,), SETTINGS)
+    second = await write_sweep(tmp_path / "b", (OFF_COLD,), OTHERS)
+    result = CliRunner().invoke(make_compare(), [first, f"{second}/{REQUESTS}"])
+    said = capsys.readouterr().err + result.output
+    assert result.exit_code == 0
+    assert [line for line in said.splitlines() if line.startswith("A and B differ")] == [
+        "A and B differ in machine: a machine and another machine",
+        "A and B differ in versions.vllm: 0.26.0 and 0.29.0",
+        "A and B differ in versions.numpy: 2.5 and 2.6",
+    ]
+    CliRunner().invoke(make_compare(), [first, first])
+    assert "A and B differ" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("settings", [{"workload": "agentic"}, {}])
 def test_a_load_is_not_reported_as_a_sweep(settings: dict[str, Any], tmp_path: Path) -> None:
     with RecordFile(tmp_path / REQUESTS) as file:
@@ -252,11 +338,60 @@ def test_a_load_is_not_reported_as_a_sweep(settings: dict[str, Any], tmp_path: P
         ({"leg": "readback"}, ""),
         ({"leg": "readback", "verdict": "DIRECT", "nominal_tokens": 0}, ""),
         ({"leg": "sideways", "verdict": "DIRECT", "retried": True}, ""),
+        ({"leg": "off-cold", "verdict": "RECOMPUTE", "tokens": {"p_local": 0}}, ""),
+        *(
+            ({"leg": leg, "verdict": way, "tokens": {"p_local": 1}}, f"{way}, P's cache had 1 tokens")
+            for leg, way in (
+                ("off-cold", "RECOMPUTE"),
+                ("readback", "READBACK"),
+                ("off-moved", "RECOMPUTE"),
+                ("readback-moved", "READBACK"),
+            )
+        ),
+        ({"leg": "off-hot", "verdict": "RECOMPUTE", "tokens": {"p_local": 1}}, ""),
+        (
+            {"leg": "off-hot", "verdict": "RECOMPUTE", "tokens": {"p_local": 0}},
+            "RECOMPUTE, P's cache had 0 tokens",
+        ),
+        # 5% of 1,000 tokens at the most.
+        *(
+            (evicted | {"tokens": {"p_local": had}, "input_num_tokens": 1000}, why)
+            for evicted in (
+                {"leg": "off-evicted", "verdict": "RECOMPUTE"},
+                {"leg": "readback-evicted", "verdict": "READBACK"},
+            )
+            for had, why in (
+                (0, ""),
+                (49, ""),
+                (50, ""),
+                (51, f"{evicted['verdict']}, P's cache had 51 tokens"),
+            )
+        ),
+        ({"leg": "direct", "verdict": "DIRECT", "tokens": {"p_local": 5}}, ""),
     ],
 )
 def test_which_turns_are_a_legs(record: dict[str, Any], why: str) -> None:
     blank = {"nominal_tokens": 64, "conversation_id": "c", "turn": 2, "measured": True}
     assert stray(Record(**(blank | record))) == why
+
+
+def test_a_cache_that_was_not_overrun_is_left_out_of_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(__file__).parents[2] / "docs" / "results" / "2026-11-30-h200-c" / "hot"
+    result = CliRunner().invoke(make_report(), [str(folder), "--out", str(tmp_path)])
+    said = capsys.readouterr().err + result.output
+    assert result.exit_code == 1
+    assert (
+        "off-evicted at 24,576 tokens: none of its 3 turns counts (RECOMPUTE, DISABLED, P's cache had 24,320"
+        " tokens x3)" in said
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {leg: list(cells) for leg, cells in summary["legs"].items()} == {
+        "off-hot": ["8192", "24576"],
+        "off-evicted": [],
+        "readback-evicted": [],
+    }
 
 
 async def test_answers_that_differ_are_counted() -> None:

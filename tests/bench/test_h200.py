@@ -68,6 +68,14 @@ def test_both_runs_of_a_load_have_the_leg_that_they_are_compared_by(tmp_path: Pa
     assert [Path(call[call.index("--out") + 1]).name for call in loads] == ["load-off", "load-on"]
 
 
+@pytest.mark.parametrize("what", ["sweep", "hot"])
+def test_a_sweep_is_told_a_worker_whose_facts_are_recorded(what: str, tmp_path: Path) -> None:
+    ended, calls = measure(tmp_path, what)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (sweep,) = [call.split() for call in calls if " bench sweep " in call]
+    assert sweep[sweep.index("--prefill-worker") + 1]
+
+
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("h200_streams", KIT / "streams.py")

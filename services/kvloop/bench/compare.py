@@ -5,6 +5,8 @@ adjusted for the number of legs. A leg has changed when its p is below 5% and th
 min_change; by how much is the geometric mean of the ratios of medians, B over A. Too few samples to reach 5%
 are said to be too few, which is not the same as no change. At lengths with fewer than statistics.ENOUGH
 samples only ranges that do not overlap tell anything: where some do, the lengths with more samples decide.
+
+Loads have no lengths; what is permuted there are whole conversations (kvloop.bench.conversations).
 """
 
 import math
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvloop.bench import statistics
+from kvloop.bench import conversations, statistics
 from kvloop.bench.records import Record
 from kvloop.bench.sweep import stray
 
@@ -64,31 +66,77 @@ def compare(
 
     Of legs and lengths that are left out, dropped() tells why.
     """
+    tests: dict[_Name, _Test] = {}
+    for (leg, is_load), samples in _shared(first, second, metric).items():
+        if is_load:
+            tests[leg, True] = _test_load(_load(first, second, leg, metric))
+        else:
+            tests[leg, False] = _test_sweep(samples)
+    adjusted = statistics.holm({name: test.p for name, test in tests.items()})
+    compared = []
+    for name, test in tests.items():
+        change = math.exp(sum(math.log(cell.ratio.value) for cell in test.cells) / len(test.cells))
+        finding = _finding(change, adjusted[name], test.smallest_p * len(tests), min_change)
+        compared.append(Comparison(name[0], change, adjusted[name], finding, test.cells))
+    return compared
+
+
+_Name = tuple[str, bool]
+"""A leg, and whether it is a load."""
+_Samples = tuple[int, Sequence[float], Sequence[float]]
+"""A prompt length, and what both runs measured at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Test:
+    """What was found for a leg, by itself."""
+
+    cells: tuple[Cell, ...]
+    p: float
+    smallest_p: float
+    """The smallest that so many samples can reach."""
+
+
+def _test_sweep(samples: Sequence[_Samples]) -> _Test:
+    cells = tuple(_cell(*of_a_length) for of_a_length in samples)
+    decisive = _evidence(cells)
+    strata = [(first, second) for length, first, second in samples if length in decisive]
+    # As many arrangements as labels can change places in.
+    reachable = math.prod(statistics.smallest_p(len(first), len(second)) / 2 for first, second in strata)
+    return _Test(cells, statistics.stratified_test(strata), 2 * reachable)
+
+
+def _test_load(load: conversations.Pairs | conversations.Others) -> _Test:
+    p = load.p()
+    # So few conversations can't tell a change, however far apart their turns are.
+    smallest_p = load.smallest_p if load.count >= statistics.ENOUGH else 1.0
+    return _Test((Cell(0, load.ratio(), p, apart=False),), p, smallest_p)
+
+
+def _load(
+    first: Sequence[Record], second: Sequence[Record], leg: str, metric: str
+) -> conversations.Pairs | conversations.Others:
+    runs = (conversations.turns_of(run, leg, metric) for run in (first, second))
+    return conversations.put_together(*runs)
+
+
+def loads(
+    first: Sequence[Record], second: Sequence[Record], *, metric: str = "ttft_ms"
+) -> list[tuple[str, str]]:
+    """Return the loads that compare() compares, and which of their turns, for people."""
+    legs = [leg for leg, is_load in _shared(first, second, metric) if is_load]
+    return [(leg, _load(first, second, leg, metric).line()) for leg in legs]
+
+
+def _shared(first: Sequence[Record], second: Sequence[Record], metric: str) -> dict[_Name, list[_Samples]]:
+    """Return what can be compared, lengths ascending."""
     before, after = samples_of(first, metric), samples_of(second, metric)
-    legs: dict[str, list[int]] = {}
+    shared: dict[_Name, list[_Samples]] = {}
     for leg, length in before:
-        if not _why_dropped(before.get((leg, length), ()), after.get((leg, length), ())):
-            legs.setdefault(leg, []).append(length)
-    cells_of = {
-        leg: tuple(_cell(length, before[leg, length], after[leg, length]) for length in sorted(lengths))
-        for leg, lengths in legs.items()
-    }
-    evidence = {leg: _evidence(cells) for leg, cells in cells_of.items()}
-    raw = {
-        leg: statistics.stratified_test([(before[leg, n], after[leg, n]) for n in lengths])
-        for leg, lengths in evidence.items()
-    }
-    adjusted = statistics.holm(raw)
-    found = []
-    for leg, cells in cells_of.items():
-        change = math.exp(sum(math.log(cell.ratio.value) for cell in cells) / len(cells))
-        # As many arrangements as labels can change places in.
-        reachable = math.prod(
-            statistics.smallest_p(len(before[leg, n]), len(after[leg, n])) / 2 for n in evidence[leg]
-        )
-        finding = _finding(change, adjusted[leg], 2 * reachable * len(legs), min_change)
-        found.append(Comparison(leg, change, adjusted[leg], finding, cells))
-    return found
+        of_a, of_b = before[leg, length], after.get((leg, length), [])
+        if not _why_dropped(of_a, of_b):
+            shared.setdefault((leg, not length), []).append((length, of_a, of_b))
+    return {name: sorted(samples, key=lambda of_a_length: of_a_length[0]) for name, samples in shared.items()}
 
 
 def dropped(first: Sequence[Record], second: Sequence[Record], *, metric: str = "ttft_ms") -> list[str]:

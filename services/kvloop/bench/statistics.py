@@ -3,10 +3,10 @@
 Times are skewed and samples few, so everything rests on medians and ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy import stats
@@ -17,6 +17,8 @@ ENOUGH = 6
 _RESAMPLES = 4_999
 _BATCHES = 10
 _SEED = 20_260_101
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +141,9 @@ def stratified_test(strata: Sequence[tuple[Sequence[float], Sequence[float]]]) -
     return (extreme + 1) / (_RESAMPLES + 1)
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[Name, float]) -> dict[Name, float]:
     """Return p values adjusted for there being several (Holm)."""
-    adjusted: dict[str, float] = {}
+    adjusted: dict[Name, float] = {}
     highest = 0.0
     for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
         highest = max(highest, min(1.0, p_values[name] * (len(p_values) - rank)))

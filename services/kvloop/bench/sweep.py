@@ -7,6 +7,9 @@ changes from sample to sample.
 
 In all legs the decode worker computed the first turn and may have it in its own prefix cache, as in the
 article; what differs is what the prefill worker does.
+
+A turn counts for its leg by its verdict and by what P's own prefix cache had of the prompt: a leg that is
+named for a cache without the history measures nothing where the cache had it.
 """
 
 import random
@@ -14,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TypeVar
 
 from kvloop.bench.records import Record
@@ -21,6 +25,27 @@ from kvloop.bench.target import Outcome, Request, Target, TargetFailed
 from kvloop.bench.workload.lengths import LengthSample, LengthSweep
 from kvloop.bench.workload.model import Encoder
 from kvloop.bench.workload.words import rng_of, words
+
+OVERRUN_SHARE = 0.05
+"""Share of a prompt that a P's cache may still have of it after it was overrun."""
+
+
+class Cached(Enum):
+    """What P's own prefix cache has of a measured turn's prompt."""
+
+    ANYTHING = "anything"
+    """Or P has no part in it."""
+    NOTHING = "nothing"
+    REMAINS = "at most OVERRUN_SHARE of it"
+    SOMETHING = "something"
+
+    def fits(self, p_local: int, prompt_tokens: int) -> bool:
+        """Tell whether so many tokens of a prompt are what it says."""
+        if self is Cached.NOTHING:
+            return p_local == 0
+        if self is Cached.REMAINS:
+            return p_local <= OVERRUN_SHARE * prompt_tokens
+        return self is Cached.ANYTHING or p_local > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +64,8 @@ class Leg:
     """Whether other prompts fill the caches between the turns."""
     verdict: str = ""
     """What the measured turn must come to, or it was no turn of this leg; empty: it may go as it goes."""
+    cached: Cached = Cached.ANYTHING
+    """What P's prefix cache must have had of the measured turn's prompt, or it was no turn of this leg."""
 
     @property
     def routes(self) -> tuple[str, str]:
@@ -52,6 +79,7 @@ OFF_COLD = Leg(
     reuse=False,
     line="P computes the whole prompt (no prefix cache on P)",
     verdict="RECOMPUTE",
+    cached=Cached.NOTHING,
 )
 OFF_HOT = Leg(
     "off-hot",
@@ -59,6 +87,7 @@ OFF_HOT = Leg(
     reuse=False,
     line="P computes what its own prefix cache does not hold",
     verdict="RECOMPUTE",
+    cached=Cached.SOMETHING,
 )
 READBACK = Leg(
     "readback",
@@ -66,6 +95,7 @@ READBACK = Leg(
     reuse=True,
     line="P reads the history back from D (no prefix cache on P)",
     verdict="READBACK",
+    cached=Cached.NOTHING,
 )
 DIRECT = Leg("direct", "direct", reuse=True, line="D goes on by itself; no prefill leg", verdict="DIRECT")
 
@@ -79,6 +109,7 @@ OFF_MOVED = Leg(
     line="another P with prefix cache; it never saw the history",
     first_route="hot",
     verdict="RECOMPUTE",
+    cached=Cached.NOTHING,
 )
 READBACK_MOVED = Leg(
     "readback-moved",
@@ -87,6 +118,7 @@ READBACK_MOVED = Leg(
     line="another P reads the history back from D",
     first_route="hot",
     verdict="READBACK",
+    cached=Cached.NOTHING,
 )
 OFF_EVICTED = Leg(
     "off-evicted",
@@ -95,6 +127,7 @@ OFF_EVICTED = Leg(
     line="P's prefix cache was overrun between the turns",
     evicted=True,
     verdict="RECOMPUTE",
+    cached=Cached.REMAINS,
 )
 READBACK_EVICTED = Leg(
     "readback-evicted",
@@ -103,6 +136,7 @@ READBACK_EVICTED = Leg(
     line="the same, and P reads the history back from D",
     evicted=True,
     verdict="READBACK",
+    cached=Cached.REMAINS,
 )
 
 LEGS = {leg.name: leg for leg in (*STANDARD, OFF_MOVED, READBACK_MOVED, OFF_EVICTED, READBACK_EVICTED)}
@@ -112,7 +146,8 @@ BASELINE = OFF_COLD.name
 def stray(record: Record) -> str:
     """Return why a measured turn is none of its leg's; empty where it counts.
 
-    A retried turn took its time for two. Records of a load, and those that tell no verdict, count.
+    A retried turn took its time for two. Records of a load count, and what a record does not tell is not held
+    against it.
     """
     leg = LEGS.get(record.leg)
     if leg is None or not record.nominal_tokens:
@@ -120,6 +155,9 @@ def stray(record: Record) -> str:
     way = ", ".join(filter(None, (record.verdict, record.reason)))
     if leg.verdict and record.verdict and record.verdict != leg.verdict:
         return way
+    had = record.tokens.get("p_local")
+    if had is not None and not leg.cached.fits(had, record.input_num_tokens):
+        return f"{way}, P's cache had {had:,} tokens"
     return f"{way}, retried" if record.retried else ""
 
 

@@ -1,6 +1,8 @@
 """`kvloop bench compare`."""
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +11,8 @@ import typer
 from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_line
 
 _FEW = (
-    "Fewer than {} samples have a range, not an interval: they tell a change only where the runs' samples"
-    " are apart, not overlapping."
+    "Fewer than {} samples (of a load: conversations) have a range, not an interval: they tell a change only"
+    " where the runs' samples are apart, not overlapping; a load's never do."
 )
 
 
@@ -33,13 +35,15 @@ def compare(
 ) -> None:
     """Tell a change between two runs from noise, leg by leg.
 
-    Ratios are B over A: below 1 is faster.
+    Ratios are B over A: below 1 is faster. Settings in which the runs differ are said first: what is compared
+    should be the only one.
     """
     from rich.console import Console
     from rich.table import Table
 
     from kvloop.bench import compare as comparing
     from kvloop.bench import records, statistics
+    from kvloop.bench.likeness import differences
 
     if metric not in comparing.METRICS:
         raise CommandFailed(f"--metric: {metric}: choose from {', '.join(comparing.METRICS)}")
@@ -50,6 +54,10 @@ def compare(
     found = comparing.compare(first, second, metric=metric, min_change=min_change)
     for line in comparing.dropped(first, second, metric=metric):
         say(f"not compared: {line}")
+    for line in differences(_settings_of(before), _settings_of(after)):
+        say(f"A and B differ in {line}")
+    for name, line in comparing.loads(first, second, metric=metric):
+        say(f"{name}: {line}")
     if not found:
         raise CommandFailed(f"the runs have no leg and prompt length in common that {metric} was measured of")
     table = Table(
@@ -67,7 +75,11 @@ def compare(
             ratio = cell.ratio
             interval = "" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
             if ratio.is_range:
-                interval += f" (range, {'apart' if cell.apart else 'overlapping'})"
+                interval += (
+                    f" (range, {'apart' if cell.apart else 'overlapping'})"
+                    if cell.nominal_tokens
+                    else " (range)"
+                )
             tokens = f"{cell.nominal_tokens:,}" if cell.nominal_tokens else "-"
             table.add_row("", tokens, f"{ratio.value:.3f}", interval, f"{cell.p:.4f}")
     Console().print(table)
@@ -75,3 +87,13 @@ def compare(
         write_line(sys.stdout, _FEW.format(statistics.ENOUGH))
     if fail_on_slower and any(leg.finding is comparing.Finding.SLOWER for leg in found):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _settings_of(place: Path) -> Mapping[str, Any]:
+    """Return the settings that the run's summary tells; none where there is no summary."""
+    folder = place if place.is_dir() else place.parent
+    try:
+        told = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return told if isinstance(told, dict) else {}

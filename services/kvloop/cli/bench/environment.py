@@ -34,6 +34,16 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {platform.machine()}"
 
 
+def here() -> dict[str, Any]:
+    """Return machine and packages of what was measured, where that ran here."""
+    return {"machine": machine(), "versions": versions()}
+
+
+def of_client() -> dict[str, Any]:
+    """Return machine and packages of this command, where what it measures runs elsewhere or may do so."""
+    return {"client": here()}
+
+
 def facts_of(info: worker_pb2.WorkerInfo) -> dict[str, Any]:
     """Return what a worker says about its engine."""
     return {

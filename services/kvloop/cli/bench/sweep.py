@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvloop.bench.records import RecordFile
     from kvloop.bench.sweep import Leg, SweepPlan
     from kvloop.cli.bench.fleet import Routes
+    from kvloop.v1alpha1 import worker_pb2
 
 _HELP = """Measure TTFT against prompt length, leg by leg, on identical prompts.
 
@@ -35,7 +36,7 @@ _EXTRA: dict[str, Any] = {
         str | None, typer.Option(help="Legs, with commas. [default: the first four, if offered]")
     ],
     "lengths": Annotated[str | None, typer.Option(help=f"Prompt lengths in tokens. [default: {_LENGTHS}]")],
-    "samples": Annotated[int | None, typer.Option(min=1, help="Per length and leg. [default: 5]")],
+    "samples": Annotated[int | None, typer.Option(min=1, help="Per length and leg. [default: 6]")],
     "suffix_tokens": Annotated[
         int | None, typer.Option(min=1, help="New input of the measured turn. [default: 160]")
     ],
@@ -65,9 +66,16 @@ _EXTRA: dict[str, Any] = {
     "router_other": Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A router with another P that has a prefix cache.")
     ],
+    "prefill_worker": Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="A P of theirs: what it says of its engine is recorded."),
+    ],
     "filler_tokens": Annotated[
         int | None,
         typer.Option(min=0, help="Tokens that fill a P's cache. [default: P's whole block pool]"),
+    ],
+    "title": Annotated[
+        str | None, typer.Option(help="What is measured, for the pictures. [default: from the settings]")
     ],
     "token": Annotated[str | None, typer.Option(envvar="KVLOOP_TOKEN", help="Bearer token of the routers.")],
     "vocabulary": Annotated[
@@ -110,7 +118,7 @@ def plan_of(own: Mapping[str, Any]) -> "SweepPlan":
         plan = SweepPlan(
             legs=tuple(_legs(given)),
             lengths=tuple(dict.fromkeys(lengths)),
-            samples=given.get("samples", 5),
+            samples=given.get("samples", 6),
             shape=LengthSweep(**shape),
             output_tokens=given.get("output_tokens", 16),
             seed=given.get("workload_seed", 0),
@@ -148,18 +156,23 @@ def running_routes(given: Mapping[str, Any]) -> dict[str, str]:
 
 async def _sweep(engine: dict[str, Any], plan: "SweepPlan", own: Mapping[str, Any]) -> int:
     from kvloop.bench.records import REQUESTS, RecordFile
-    from kvloop.cli.bench.environment import facts_of, machine, now, versions
+    from kvloop.cli.bench.environment import facts_of, here, now, of_client
     from kvloop.cli.logfolder import log_folder
     from kvloop.cli.places import check_model
 
-    if not running_routes(own):
+    running = running_routes(own)
+    if not running:
         check_model(engine)
-    elif any(leg.evicted for leg in plan.legs) and not plan.filler_tokens:
+    elif any(leg.evicted for leg in plan.legs) and not plan.filler_tokens and not own["prefill_worker"]:
         raise CommandFailed(
-            "--filler-tokens: running routers don't tell the size of P's cache; give its tokens"
+            "--filler-tokens: running routers don't tell the size of P's cache; give its tokens,"
+            " or a P's address with --prefill-worker"
         )
     out: Path = own["out"] or Path("out/sweep")
-    settings = {"date": now(), "machine": machine(), "versions": versions()}
+    # What runs already may run elsewhere, with other packages.
+    settings = {"date": now(), **(of_client() if running else here())}
+    if own["title"]:
+        settings["title"] = own["title"]
     complete, lacking = False, list[str]()
     async with (
         log_folder(own["logs"], "sweep") as folder,
@@ -208,16 +221,35 @@ async def _routes(
     from kvloop.v1alpha1 import worker_pb2
 
     if running := running_routes(own):
-        yield Routes(running, worker_pb2.WorkerInfo()), own["vocabulary"] or _VOCABULARY
+        info = await _facts_of(own["prefill_worker"]) if own["prefill_worker"] else worker_pb2.WorkerInfo()
+        _check_length(plan, info)
+        yield Routes(running, info), own["vocabulary"] or info.vocab_size or _VOCABULARY
         return
     async with open_routes(plan.legs, engine, folder) as routes:
-        longest = max(plan.lengths) + plan.output_tokens
-        if longest > routes.info.max_model_len:
-            raise CommandFailed(
-                f"the longest turn takes {longest:,} tokens, the model {routes.info.max_model_len:,};"
-                " lower --lengths or raise --max-model-len"
-            )
+        _check_length(plan, routes.info)
         yield routes, routes.info.vocab_size
+
+
+async def _facts_of(endpoint: str) -> "worker_pb2.WorkerInfo":
+    from kvloop.cli.demo.play import PrefillInfo
+
+    reader = PrefillInfo(endpoint)
+    try:
+        return await reader.read()
+    except CommandFailed as failure:
+        raise CommandFailed(f"--prefill-worker: {endpoint}: {failure}") from None
+    finally:
+        await reader.close()
+
+
+def _check_length(plan: "SweepPlan", info: "worker_pb2.WorkerInfo") -> None:
+    """Raise CommandFailed where the model is too short for a plan; what is not told, is not checked."""
+    longest = max(plan.lengths) + plan.output_tokens
+    if info.max_model_len and longest > info.max_model_len:
+        raise CommandFailed(
+            f"the longest turn takes {longest:,} tokens, the model {info.max_model_len:,};"
+            " lower --lengths or raise --max-model-len"
+        )
 
 
 async def _play(
