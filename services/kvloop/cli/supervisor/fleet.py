@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import yaml
 
+from kvloop.cli.supervisor import gpus
 from kvloop.cli.supervisor.part import STOP_GRACE_S, Command, Part, PartFailed
 from kvloop.cli.supervisor.plan import (
     STORE,
@@ -69,6 +70,8 @@ class Fleet:
     async def __aenter__(self) -> Self:
         """Start everything. Raises PartFailed or ConfigError, with nothing left running."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        for name, devices in gpus.deal(self.plan, gpus.here()).items():
+            self._settings[name]["visible_devices"] = devices
         for name, values in self._settings.items():
             self._files.check(name, values, self._links(name, _ANY_PEERS, _ANY_STORE))
         try:
