@@ -16,6 +16,9 @@ from kvloop.bench.target import Outcome, Request, TargetFailed
 from kvloop.bench.workload.agentic import Agentic
 from kvloop.bench.workload.model import Conversation, Session, Step
 from kvloop.bench.workload.words import WordEncoder
+from kvloop.gateway.admission import reuse_of
+from kvloop.gateway.identity import identify
+from kvloop.v1alpha1 import router_service_pb2
 
 ENCODER = WordEncoder(32_000)
 
@@ -150,13 +153,16 @@ async def test_a_summary_of_a_load() -> None:
     assert summarise_load([], {}, complete=False)["measured"] == 0
 
 
-def http_target(*events: str, status: int = 200, seen: list[httpx.Request] | None = None) -> HttpTarget:
+def http_target(
+    *events: str, status: int = 200, seen: list[httpx.Request] | None = None, plain: bool = False
+) -> HttpTarget:
     def answer(request: httpx.Request) -> httpx.Response:
         if seen is not None:
             seen.append(request)
         return httpx.Response(status, text="".join(f"data: {event}\n\n" for event in events))
 
-    return HttpTarget("http://server/", "m", ENCODER, token="t", transport=httpx.MockTransport(answer))
+    transport = httpx.MockTransport(answer)
+    return HttpTarget("http://server/", "m", ENCODER, token="t", plain=plain, transport=transport)
 
 
 REQUEST = Request(prompt=[5, 6, 7], max_tokens=3, conversation_id="c", stop=("x",))
@@ -180,6 +186,72 @@ async def test_an_openai_server_is_a_target() -> None:
     assert seen[0].headers["x-session-id"] == "c"
     assert seen[0].headers["authorization"] == "Bearer t"
     assert str(seen[0].url) == "http://server/v1/completions"
+
+
+async def test_a_gateway_is_told_what_may_be_reused_and_what_a_conversation_came_from() -> None:
+    seen: list[httpx.Request] = []
+    report = {"verdict": "recompute", "reason": "disabled", "reused_tokens": 2, "held_tokens": 4}
+    end = json.dumps(
+        {"choices": [{"text": "a", "token_ids": [8], "finish_reason": "stop", "stop_reason": "x"}]}
+        | {"kvloop": report}
+    )
+    target = http_target(end, USAGE, "[DONE]", seen=seen)
+    outcome = await target.send(replace(REQUEST, reuse=False, parent_conversation_id="p"))
+    await target.send(REQUEST)
+    await target.close()
+    # As the gateway itself reads them.
+    assert reuse_of(seen[0].headers) == router_service_pb2.REUSE_POLICY_FORBID
+    assert reuse_of(seen[1].headers) == router_service_pb2.REUSE_POLICY_UNSPECIFIED
+    identity = identify(json.loads(seen[0].content), seen[0].headers)
+    assert (identity.conversation_id, identity.parent_conversation_id) == ("c", "p")
+    assert "parent_conversation_id" not in json.loads(seen[1].content)
+    assert outcome.tokens == {"reused": 2, "computed": 1}
+    assert (outcome.verdict, outcome.held_tokens) == ("RECOMPUTE", 4)
+    assert (outcome.finish_reason, outcome.stop_reason) == ("stop", "x")
+
+
+async def test_a_strict_server_gets_no_field_that_openai_does_not_have() -> None:
+    seen: list[httpx.Request] = []
+    target = http_target('{"choices": [{"text": "a"}]}', USAGE, "[DONE]", seen=seen, plain=True)
+    outcome = await target.send(replace(REQUEST, parent_conversation_id="p", cache_salt="s"))
+    await target.close()
+    assert set(json.loads(seen[0].content)) == {
+        *("model", "prompt", "max_tokens", "temperature", "stream", "stream_options", "stop")
+    }
+    assert outcome.tokens == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            '{"error": {"message": "max_tokens is too large", "type": "x"}}',
+            "answered 400: max_tokens is too large",
+        ),
+        ('{"object": "error", "message": "no such model"}', "answered 400: no such model"),
+        (
+            '{"detail": [{"loc": ["body"], "msg": "extra"}]}',
+            'answered 400: [{"loc": ["body"], "msg": "extra"}]',
+        ),
+        ("<html>\n bad gateway</html>", "answered 400: <html> bad gateway</html>"),
+        ("", "answered 400"),
+        ("w" * 5000, f"answered 400: {'w' * 197}..."),
+    ],
+)
+async def test_what_a_server_says_of_a_refused_request_is_told(body: str, said: str) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(400, text=body))
+    target = HttpTarget("http://server", "m", ENCODER, transport=transport)
+    with pytest.raises(TargetFailed) as failure:
+        await target.send(REQUEST)
+    assert str(failure.value) == f"http://server {said}"
+    await target.close()
+
+
+async def test_what_a_server_says_in_the_middle_of_a_stream_is_told() -> None:
+    target = http_target('{"error": {"message": "out of blocks"}}', "[DONE]")
+    with pytest.raises(TargetFailed, match="with an error: out of blocks"):
+        await target.send(REQUEST)
+    await target.close()
 
 
 async def test_answers_without_ids_are_encoded_again() -> None:
