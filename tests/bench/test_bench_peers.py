@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from bench_fakes import FakeTarget
 from click.testing import CliRunner
@@ -19,16 +20,36 @@ from kvloop.bench import peers_engines
 from kvloop.bench.peers import FLOOR, Entrant, Field, astray, cpu, figures, first_chunks, lines, samples_of
 from kvloop.bench.peers_http import Line, PastHttp, ThroughHttp, reading
 from kvloop.bench.peers_picture import draw
-from kvloop.bench.peers_real import Leg, Real, RealPlan, events_of, identical, summarise, ttft_lines
+from kvloop.bench.peers_real import (
+    Leg,
+    Real,
+    RealPlan,
+    RealTurn,
+    events_of,
+    identical,
+    summarise,
+    ttft_lines,
+)
 from kvloop.bench.peers_serve import DONE, with_handles
 from kvloop.bench.router import Measured
-from kvloop.bench.router_traffic import Played, Talk, TurnLost, talk
+from kvloop.bench.router_traffic import (
+    DECODE,
+    PREFILL,
+    PastRouter,
+    Played,
+    Talk,
+    TurnLost,
+    Workers,
+    talk,
+)
 from kvloop.bench.workload.words import WordEncoder
 from kvloop.cli.bench import peers_parts, peers_vllm
 from kvloop.cli.bench.peers import complaints_of, make_command
 from kvloop.cli.bench.peers_record import PeersRecord
 from kvloop.cli.supervisor.part import PartFailed
 from kvloop.engine.settings import EngineSettings
+from kvloop.runtime.tokens import pack
+from kvloop.v1alpha1 import decode_service_pb2, prefill_service_pb2, turn_pb2
 
 # -- engines and clients ---------------------------------------------------------------------------------
 
@@ -265,7 +286,83 @@ async def test_a_leg_that_fails_has_a_reason_and_ends_nobody_else() -> None:
     assert record["proxy"]["times_kvloop"]["value"] == pytest.approx(1.0)
     assert record["kvloop"]["later_verdicts"] == {"READBACK": 4}
     shown = ttft_lines({name: {"real": figures} for name, figures in record.items()} | {"none": {"real": {}}})
-    assert shown[1:] == ["kvloop: 100 ms", "proxy: 100 ms, 1.0 times ours"]
+    assert shown[1:] == ["kvloop: 100 ms", "proxy: 100 ms, 1.00 times ours"]
+
+
+def test_how_many_times_ours_is_told_turn_by_turn_with_its_interval() -> None:
+    def turn(leg: str, number: int, ttft_ms: float) -> RealTurn:
+        return RealTurn(leg, 0, number, 100 * number, ttft_ms, ttft_ms, "", "", "")
+
+    # Each takes the other leg twice as long: medians of turns that grow would hide that in a wide interval.
+    turns = [turn("kvloop", number, 3.0**number) for number in range(1, 9)]
+    turns += [turn("proxy", number, 2 * 3.0**number) for number in range(1, 8)]
+    record = summarise(turns, "kvloop")
+    # The last was not played by both.
+    assert record["proxy"]["times_kvloop"] == {"value": 2.0, "ci_low": 2.0, "ci_high": 2.0, "n": 6}
+    assert ttft_lines({"proxy": {"real": record["proxy"]}})[1:] == [
+        "proxy: 324 ms, 2.00 times ours (2.00 to 2.00)"
+    ]
+
+
+class Legs:
+    """P and D over gRPC: P brings a token when it is asked for one, D what is left."""
+
+    def __init__(self) -> None:
+        self.prefilled: list[prefill_service_pb2.PrefillRequest] = []
+        self.decoded: list[decode_service_pb2.DecodeRequest] = []
+
+    async def prefill(
+        self, request: prefill_service_pb2.PrefillRequest, _: object
+    ) -> prefill_service_pb2.PrefillResponse:
+        self.prefilled.append(request)
+        response = prefill_service_pb2.PrefillResponse()
+        response.handle.SetInParent()
+        if request.first_token:
+            response.first.token_ids = pack([7])
+        return response
+
+    async def decode(
+        self, request: decode_service_pb2.DecodeRequest, _: object
+    ) -> AsyncIterator[decode_service_pb2.DecodeResponse]:
+        self.decoded.append(request)
+        count = request.sampling.max_tokens
+        for _ in range(count):
+            yield decode_service_pb2.DecodeResponse(chunk=turn_pb2.Chunk(token_ids=pack([8])))
+        summary = decode_service_pb2.DecodeSummary(output_tokens=count)
+        yield decode_service_pb2.DecodeResponse(summary=summary)
+
+
+@pytest.mark.parametrize(("first_token", "of_d"), [(True, 3), (False, 4)])
+async def test_past_the_router_an_answer_begins_where_the_routers_does(first_token: bool, of_d: int) -> None:
+    legs, server = Legs(), grpc.aio.server()
+    handlers = {
+        PREFILL: grpc.unary_unary_rpc_method_handler(
+            legs.prefill,
+            prefill_service_pb2.PrefillRequest.FromString,
+            prefill_service_pb2.PrefillResponse.SerializeToString,
+        ),
+        DECODE: grpc.unary_stream_rpc_method_handler(
+            legs.decode,
+            decode_service_pb2.DecodeRequest.FromString,
+            decode_service_pb2.DecodeResponse.SerializeToString,
+        ),
+    }
+    for name, handler in handlers.items():
+        _, service, method = name.split("/")
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    way = PastRouter(Workers(endpoint, endpoint, "e", 16), first_token=first_token)
+    played = await way.play(talk(20, 4, 1000))
+    await way.close()
+    await server.stop(0)
+    assert [request.first_token for request in legs.prefilled] == [first_token]
+    assert [request.sampling.max_tokens for request in legs.decoded] == [of_d]
+    assert played.chunks == 4
+
+
+def test_ours_waits_for_d_as_the_peers_do() -> None:
+    assert peers_parts.ROUTER["first_token_from_prefill"] is peers_parts.FIRST_TOKEN is False
 
 
 async def test_answers_that_differ_are_told() -> None:
