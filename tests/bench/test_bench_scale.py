@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from kvloop.bench import scale_need
 from kvloop.bench.records import keep_record
 from kvloop.bench.router_traffic import Played, Talk, talk
 from kvloop.bench.scale import AXES, Effort, Players, Spent, cpu_s, growth, per_second, per_turn, slopes
-from kvloop.bench.scale_need import Assumed, Background, Measured, million, needs
+from kvloop.bench.scale_need import Assumed, Measured, million, needs
 from kvloop.bench.scale_picture import draw
 from kvloop.bench.scale_report import figure, markdown, table
 from kvloop.cli.bench.scale import Axes, complaints_of, make_command, measure
@@ -124,9 +125,9 @@ MEASURED = Measured(
     store_turn_us=100.0,
     store_turn_requests=3.0,
     store_turn_bytes=2000.0,
-    store_idle_ms=Background(20.0, 10.0),
-    store_idle_requests=Background(500.0, 2.0),
-    store_idle_bytes=Background(300_000.0, 700_000.0),
+    store_idle_ms=scale_need.Background(20.0, 10.0),
+    store_idle_requests=scale_need.Background(500.0, 2.0),
+    store_idle_bytes=scale_need.Background(300_000.0, 700_000.0),
     bytes_per_conversation=3000.0,
     workers=1000,
 )
