@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from bench_fakes import FakeTarget
 from click.testing import CliRunner
@@ -19,16 +20,29 @@ from kvloop.bench import peers_engines
 from kvloop.bench.peers import FLOOR, Entrant, Field, astray, cpu, figures, first_chunks, lines, samples_of
 from kvloop.bench.peers_http import Line, PastHttp, ThroughHttp, reading
 from kvloop.bench.peers_picture import draw
-from kvloop.bench.peers_real import Leg, Real, RealPlan, events_of, identical, summarise, ttft_lines
-from kvloop.bench.peers_serve import DONE, with_handles
+from kvloop.bench.peers_real import (
+    Leg,
+    Real,
+    RealPlan,
+)
 from kvloop.bench.router import Measured
-from kvloop.bench.router_traffic import Played, Talk, TurnLost, talk
+from kvloop.bench.router_traffic import (
+    DECODE,
+    PREFILL,
+    PastRouter,
+    Played,
+    Talk,
+    TurnLost,
+    Workers,
+    talk,
+)
 from kvloop.bench.workload.words import WordEncoder
-from kvloop.cli.bench import peers_parts, peers_vllm
+from kvloop.cli.bench import peers_parts
 from kvloop.cli.bench.peers import complaints_of, make_command
 from kvloop.cli.bench.peers_record import PeersRecord
 from kvloop.cli.supervisor.part import PartFailed
-from kvloop.engine.settings import EngineSettings
+from kvloop.runtime.tokens import pack
+from kvloop.v1alpha1 import decode_service_pb2, prefill_service_pb2, turn_pb2
 
 # -- engines and clients ---------------------------------------------------------------------------------
 
@@ -231,66 +245,65 @@ def test_figures_are_over_the_floor_at_percentiles() -> None:
     assert figures("gone", "floor", firsts, costs) == {}
 
 
-# -- real engines ----------------------------------------------------------------------------------------
+class Legs:
+    """P and D over gRPC: P brings a token when it is asked for one, D what is left."""
+
+    def __init__(self) -> None:
+        self.prefilled: list[prefill_service_pb2.PrefillRequest] = []
+        self.decoded: list[decode_service_pb2.DecodeRequest] = []
+
+    async def prefill(
+        self, request: prefill_service_pb2.PrefillRequest, _: object
+    ) -> prefill_service_pb2.PrefillResponse:
+        self.prefilled.append(request)
+        response = prefill_service_pb2.PrefillResponse()
+        response.handle.SetInParent()
+        if request.first_token:
+            response.first.token_ids = pack([7])
+        return response
+
+    async def decode(
+        self, request: decode_service_pb2.DecodeRequest, _: object
+    ) -> AsyncIterator[decode_service_pb2.DecodeResponse]:
+        self.decoded.append(request)
+        count = request.sampling.max_tokens
+        for _ in range(count):
+            yield decode_service_pb2.DecodeResponse(chunk=turn_pb2.Chunk(token_ids=pack([8])))
+        summary = decode_service_pb2.DecodeSummary(output_tokens=count)
+        yield decode_service_pb2.DecodeResponse(summary=summary)
 
 
-async def play(legs: dict[str, Leg], plan: RealPlan) -> Real:
-    real = Real(plan, legs, WordEncoder(32_000))
-    await real.play()
-    return real
-
-
-async def test_legs_play_the_same_turns_and_a_shadow_what_the_first_was_sent() -> None:
-    one, two, alone = FakeTarget(), FakeTarget(), FakeTarget()
-    legs = {"kvloop": Leg(one.send), "proxy": Leg(two.send), "alone": Leg(alone.send, shadow=True)}
-    real = await play(legs, RealPlan(conversations=2, turns=3, opening=8, input=4, output=2))
-    assert [len(target.asked) for target in (one, two, alone)] == [8, 8, 8]
-    for first, second, shadow in zip(one.asked, two.asked, alone.asked, strict=True):
-        assert first.prompt == second.prompt == shadow.prompt
-        assert len({first.cache_salt, second.cache_salt, shadow.cache_salt}) == 3
-    assert [len(request.prompt) for request in one.asked[2:5]] == [12, 18, 24]
-    # A conversation keeps its name and salt; a shadow meets nothing of an earlier turn.
-    assert len({request.cache_salt for request in one.asked[2:5]}) == 1
-    assert len({request.cache_salt for request in alone.asked[2:5]}) == 3
-    assert identical(real.turns) == {"turns": 6, "same_prompt": 6, "same_answer": 6}
-
-
-async def test_a_leg_that_fails_has_a_reason_and_ends_nobody_else() -> None:
-    legs = {"kvloop": Leg(FakeTarget().send), "proxy": Leg(FakeTarget(fails_at=5).send)}
-    real = await play(legs, RealPlan(conversations=2, turns=3, opening=8, input=4, output=2))
-    assert real.lost == {"proxy": "turn 3: TargetFailed: no answer"}
-    record = summarise(real.turns, "kvloop")
-    assert (record["kvloop"]["samples"], record["proxy"]["samples"]) == (6, 2)
-    assert record["kvloop"]["turns"]["3"]["prompt_tokens"] == 24
-    assert record["proxy"]["times_kvloop"]["value"] == pytest.approx(1.0)
-    assert record["kvloop"]["later_verdicts"] == {"READBACK": 4}
-    shown = ttft_lines({name: {"real": figures} for name, figures in record.items()} | {"none": {"real": {}}})
-    assert shown[1:] == ["kvloop: 100 ms", "proxy: 100 ms, 1.0 times ours"]
-
-
-async def test_answers_that_differ_are_told() -> None:
-    class Other(FakeTarget):
-        async def send(self, request: Any) -> Any:
-            outcome = await super().send(request)
-            outcome.token_ids[0] += 1
-            return outcome
-
-    legs = {"kvloop": Leg(FakeTarget().send), "proxy": Leg(Other().send)}
-    real = await play(legs, RealPlan(conversations=1, turns=2, opening=8, input=4, output=2))
-    assert identical(real.turns) == {"turns": 2, "same_prompt": 1, "same_answer": 0}
-
-
-def test_each_leg_of_ours_is_one_way_whatever_is_the_cheapest() -> None:
-    settings = EngineSettings(model="smollm2-135m-cpu", max_model_len=4096)
-    plan = peers_vllm.plan_of(settings, {"prefill": False, "decode": True})
-    assert [(router["direct"], router["by_cost"]) for router in plan.routers] == [
-        (False, False),
-        (True, False),
-    ]
-    assert {name: leg for name, leg in peers_vllm.VERDICTS.items() if name in peers_vllm.LEGS} == {
-        "kvloop": "READBACK",
-        "kvloop-direct": "DIRECT",
+@pytest.mark.parametrize(("first_token", "of_d"), [(True, 3), (False, 4)])
+async def test_past_the_router_an_answer_begins_where_the_routers_does(first_token: bool, of_d: int) -> None:
+    legs, server = Legs(), grpc.aio.server()
+    handlers = {
+        PREFILL: grpc.unary_unary_rpc_method_handler(
+            legs.prefill,
+            prefill_service_pb2.PrefillRequest.FromString,
+            prefill_service_pb2.PrefillResponse.SerializeToString,
+        ),
+        DECODE: grpc.unary_stream_rpc_method_handler(
+            legs.decode,
+            decode_service_pb2.DecodeRequest.FromString,
+            decode_service_pb2.DecodeResponse.SerializeToString,
+        ),
     }
+    for name, handler in handlers.items():
+        _, service, method = name.split("/")
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    way = PastRouter(Workers(endpoint, endpoint, "e", 16), first_token=first_token)
+    played = await way.play(talk(20, 4, 1000))
+    await way.close()
+    await server.stop(0)
+    assert [request.first_token for request in legs.prefilled] == [first_token]
+    assert [request.sampling.max_tokens for request in legs.decoded] == [of_d]
+    assert played.chunks == 4
+
+
+def test_ours_waits_for_d_as_the_peers_do() -> None:
+    assert peers_parts.ROUTER["first_token_from_prefill"] is peers_parts.FIRST_TOKEN is False
 
 
 def test_turns_that_went_another_way_than_their_leg_are_told() -> None:
@@ -366,41 +379,6 @@ def test_what_was_measured_before_a_part_failed_is_kept(
     assert (record["complete"], record["engines"]) == (False, {})
     assert set(record["samples"]["first_chunk_ms"]) == {"500/1", "500/8", "24000/1", "24000/8"}
     assert record["peers"]["kvloop-grpc"]["overhead"]["24000"]["at_once_8"]["added_ms"]["p50"] == 1.0
-
-
-def test_an_error_in_a_stream_is_a_lost_turn() -> None:
-    assert events_of(b'data: {"choices": []}\n\ndata: [DONE]\n\n') == [{"choices": []}]
-    with pytest.raises(TurnLost):
-        events_of(b'data: {"error": {"message": "no"}}\n\n')
-
-
-class Output:
-    def __init__(self, handle: dict[str, Any] | None) -> None:
-        self.kv_transfer_params = handle
-
-
-async def test_streams_tell_the_handle_before_their_end() -> None:
-    class Serving:
-        async def stream(
-            self, request: str, result_generator: AsyncIterator[Any], name: str
-        ) -> AsyncIterator[str]:
-            async for _ in result_generator:
-                yield f"data: {request}{name}\n\n"
-            yield DONE
-
-    async def outputs(*handles: dict[str, Any] | None) -> AsyncIterator[Any]:
-        for handle in handles:
-            yield 0, Output(handle)
-
-    told = with_handles(Serving.stream)
-    events = [event async for event in told(Serving(), "a", outputs(None, {"remote_port": 7}), name="b")]
-    assert events[:2] == ["data: ab\n\n"] * 2
-    assert json.loads(events[2].removeprefix("data: ")) == {
-        "choices": [],
-        "kv_transfer_params": {"remote_port": 7},
-    }
-    assert events[3:] == [DONE]
-    assert [event async for event in told(Serving(), "a", outputs(None), "b")] == ["data: ab\n\n", DONE]
 
 
 # -- as a process ----------------------------------------------------------------------------------------

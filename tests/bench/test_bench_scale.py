@@ -5,19 +5,21 @@ import json
 import os
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from kvloop.bench import scale_need
 from kvloop.bench.records import keep_record
 from kvloop.bench.router_traffic import Played, Talk, talk
 from kvloop.bench.scale import AXES, Effort, Players, Spent, cpu_s, growth, per_second, per_turn, slopes
 from kvloop.bench.scale_need import Assumed, Measured, million, needs
 from kvloop.bench.scale_picture import draw, sheet_of
 from kvloop.bench.scale_report import figure, markdown, table
-from kvloop.cli.bench.scale import Axes, make_command, measure
+from kvloop.cli.bench.scale import Axes, complaints_of, make_command, measure
 from kvloop.cli.errors import CommandFailed
 
 
@@ -36,7 +38,14 @@ def point(workers: int, router_ms: float, **changes: Any) -> dict[str, Any]:
             "store_received_bytes": 1500,
             "store_sent_bytes": 500,
         },
-        "idle": {"router_cpu_ms": 10.0 * workers, "store_cpu_ms": 1.0},
+        "idle": {
+            "router_cpu_ms": 10.0 * workers,
+            "store_cpu_ms": 1.0,
+            "store_requests": 100.0,
+            "store_received_bytes": 40_000,
+            "store_sent_bytes": 10_000,
+        },
+        "verdicts": {"direct": 0, "readback": 100, "recompute": 0},
         "steps_ms": {"place": 0.01},
         "lookup_us": {"p50": 80.0, "p99": 200.0},
         "bytes_per_conversation": 3000,
@@ -61,8 +70,8 @@ def test_what_goes_on_anyway_is_taken_off_a_turn() -> None:
     assert cost["router_cpu_ms_gross"] == pytest.approx(30.0)
     assert cost["store_cpu_us"] == pytest.approx(1000.0)
     assert (cost["store_requests"], cost["store_received_bytes"], cost["store_sent_bytes"]) == (3.0, 500, 10)
-    # More in the quiet than in the busy time is noise, not a gain.
-    assert per_turn(quiet, busy, 100)["store_requests"] == 0.0
+    # More in the quiet than in the busy time: a turn's share was not measured, it is not nothing.
+    assert per_turn(quiet, busy, 100)["store_requests"] is None
     each = per_second(quiet, 2)
     assert (each["router_cpu_ms"], each["store_cpu_ms"], each["store_requests"]) == (50.0, 10.0, 10.0)
     assert busy.since(quiet).received == 50_800
@@ -97,15 +106,28 @@ def test_a_turn_is_a_sum_of_itself_its_chunks_and_its_prompt() -> None:
     assert found["kilotoken_ms"] == pytest.approx(0.03, abs=1e-4)
 
 
+def test_parts_that_come_out_below_zero_were_not_measured() -> None:
+    base, longer = point(2, 1.0), point(2, 1.5, shape={"prompt_tokens": 24_000, "output_tokens": 8})
+    wordier = point(2, 0.9, chunks_per_turn=64.0)
+    assert slopes(base, longer, wordier) == {"turn_ms": None, "chunk_ms": None, "kilotoken_ms": None}
+    cheaper = point(2, 0.5, shape={"prompt_tokens": 24_000, "output_tokens": 8})
+    found = slopes(base, cheaper, point(2, 1.56, chunks_per_turn=64.0))
+    assert found == {"turn_ms": None, "chunk_ms": 0.01, "kilotoken_ms": None}
+    assert slopes(base, point(2, 1.0, turn={"router_cpu_ms": None}), wordier)["turn_ms"] is None
+
+
 MEASURED = Measured(
     turn_ms=1.0,
+    turn_workers=1000,
     chunk_ms=0.01,
     kilotoken_ms=0.1,
     router_idle_ms=100.0,
     store_turn_us=100.0,
     store_turn_requests=3.0,
     store_turn_bytes=2000.0,
-    store_idle_ms=10.0,
+    store_idle_ms=scale_need.Background(20.0, 10.0),
+    store_idle_requests=scale_need.Background(500.0, 2.0),
+    store_idle_bytes=scale_need.Background(300_000.0, 700_000.0),
     bytes_per_conversation=3000.0,
     workers=1000,
 )
@@ -120,11 +142,51 @@ def test_the_needs_follow_from_the_formulas() -> None:
     assert found["routers"] == 60
     assert found["router_gbit_per_s"] == pytest.approx(8 * 10_000 * 130_000 / 1e9)
     assert found["store_gb"] == 3.0
-    assert found["store_requests_per_s"] == 30_000
-    assert found["store_cores"] == pytest.approx(1.0 + 60 * 0.01)
-    assert found["store_mbit_per_s"] == 160.0
+    assert found["store_requests_per_s_of_turns"] == 30_000
+    assert found["store_requests_per_s"] == 30_000 + 500 + 60 * 2
+    assert found["store_cores_of_turns"] == 1.0
+    assert found["store_cores"] == pytest.approx(1.0 + 0.02 + 60 * 0.01)
+    assert found["store_gbit_per_s_of_turns"] == pytest.approx(8 * 10_000 * 2000 / 1e9)
+    assert found["store_gbit_per_s"] == pytest.approx(0.16 + 8 * (300_000 + 60 * 700_000) / 1e9, abs=0.01)
     assert needs(MEASURED, assumed, 200.0)["routers"] == 30
     assert needs(MEASURED, Assumed(used=0.05), 100.0)["routers"] == float("inf")
+
+
+def test_what_follows_from_nothing_measured_is_not_measured() -> None:
+    found = needs(replace(MEASURED, store_idle_requests=None), Assumed(), 100.0)
+    assert (found["store_requests_per_s"], found["store_requests_per_s_of_turns"]) == (None, 30_000)
+    found = needs(replace(MEASURED, chunk_ms=None), Assumed(), 100.0)
+    assert {name for name, value in found.items() if value is None} == {
+        "router_cpu_ms_per_turn",
+        "routers",
+        "store_requests_per_s",
+        "store_cores",
+        "store_gbit_per_s",
+    }
+    found = needs(replace(MEASURED, store_turn_us=None, store_turn_bytes=None), Assumed(), 100.0)
+    assert (found["store_cores"], found["store_gbit_per_s_of_turns"]) == (None, None)
+
+
+def idling(workers: int, routers: int, requests: float, sent: int) -> dict[str, Any]:
+    """Return a point with so much going on at the store without turns."""
+    made = point(workers, 1.0, routers=routers)
+    made["idle"] |= {"store_requests": requests, "store_received_bytes": 1_000, "store_sent_bytes": sent}
+    made["idle"]["store_cpu_ms"] = 20.0 + 6.0 * routers
+    return made
+
+
+def test_the_background_is_a_line_over_routers_with_most_workers() -> None:
+    made = record()
+    made["points"]["workers"][-1] = idling(1000, 1, 500.0, 742_000)
+    made["points"]["routers"] = [idling(100, 1, 30.0, 76_000), idling(100, 4, 40.0, 306_000)]
+    made["all"] = idling(1000, 4, 430.0, 2_860_000)
+    found = million(made)["measured"]
+    assert found["store_idle_ms"] == {"workers": pytest.approx(20.0), "router": pytest.approx(6.0)}
+    assert found["store_idle_bytes"] == {"workers": pytest.approx(37_000), "router": pytest.approx(706_000)}
+    # Fewer with more routers is noise: it says nothing of a router.
+    assert found["store_idle_requests"] is None
+    made["all"] = made["points"]["workers"][-1]
+    assert million(made)["measured"]["store_idle_bytes"] is None
 
 
 def record() -> dict[str, Any]:
@@ -139,6 +201,7 @@ def record() -> dict[str, Any]:
         "machine": "2 cores",
         "load_average": [1.0, 2.0],
         "points": points,
+        "shapes": {"longer": point(2, 1.7, shape={"prompt_tokens": 24_000, "output_tokens": 8})},
         "all": point(1000, 1.5, routers=4),
         "growth": {axis: growth(found, axis) for axis, found in points.items()},
         "router_cpu": {"turn_ms": 0.5, "chunk_ms": 0.02, "kilotoken_ms": 0.03},
@@ -150,17 +213,30 @@ def record() -> dict[str, Any]:
 def test_a_million_is_reckoned_from_what_turns_cost_with_most_workers_and_routers() -> None:
     made = record()
     made["all"] = point(1000, 3.0, routers=4)
-    made["all"]["turn"] |= {"store_cpu_us": 150.0}
+    made["all"]["turn"] |= {"store_cpu_us": 150.0, "store_requests": 2.4, "store_sent_bytes": 0}
+    made["points"]["workers"][0]["turn"] |= {"store_cpu_us": 350.0, "store_requests": 4.0}
     found = million(made)["measured"]
     # 1.5 ms less 8 chunks and half a thousand tokens; 0.5 ms with two workers.
     assert found["turn_ms"] == pytest.approx(1.5 - 8 * 0.02 - 0.5 * 0.03)
     assert (found["routers"], found["routers_factor"]) == (4, 2.0)
-    assert found["store_turn_us"] == 150.0
+    assert found["turn_workers"] == 1000
+    # With a thousand workers they are differences of large figures.
+    assert (found["store_turn_us"], found["store_turn_requests"], found["store_turn_bytes"]) == (
+        350.0,
+        4.0,
+        2000,
+    )
     assumed = Assumed(prompt_tokens=500, chunks=8)
     assert million(made, assumed)["needs"][0]["router_cpu_ms_per_turn"] == pytest.approx(3.0)
-    # Fewer of anything do not make a turn cheaper than it was measured.
+    # The dearest that was measured counts, and the record says which that was.
     made["all"] = point(1000, 0.5, routers=4)
-    assert million(made)["measured"]["routers_factor"] == 1.0
+    found = million(made)["measured"]
+    assert (found["routers"], found["routers_factor"]) == (1, 1.0)
+    made["points"]["workers"][-1] = point(1000, 0.5)
+    found = million(made)["measured"]
+    assert (found["turn_workers"], found["turn_ms"]) == (2, 0.5)
+    made["points"]["workers"][-1]["turn"]["router_cpu_ms"] = None
+    assert million(made)["needs"][0]["routers"] is None
 
 
 class FakeBench:
@@ -171,6 +247,7 @@ class FakeBench:
     def __init__(self, lost: int = 99) -> None:
         self.workers = self.conversations = self.played = 0
         self.lost = lost
+        self.efforts: list[Effort] = []
 
     async def workers_up_to(self, count: int) -> None:
         self.workers = count
@@ -182,6 +259,7 @@ class FakeBench:
         self.played += 1
         if self.played == self.lost:
             raise CommandFailed("a point was lost")
+        self.efforts.append(effort or self.effort)
         made = point(self.workers, 1.0, routers=routers, conversations=self.conversations)
         if shape is not None:
             made |= {"shape": shape.as_dict(), "chunks_per_turn": 8.0 * shape.output_tokens}
@@ -206,7 +284,6 @@ def test_just_the_routers_that_are_named_are_measured(routers: tuple[int, ...], 
     assert [found["routers"] for found in made["points"]["routers"]] == list(routers)
     assert made["growth"]["routers"]["turn.router_cpu_ms"]["at"] == list(routers)
     assert (made["all"]["routers"], made["all"]["workers"]) == (routers[-1], 10)
-    assert million(made)["measured"]["routers"] == routers[-1]
 
 
 @pytest.mark.parametrize(("lost", "kept"), [(2, [1, 0, 0]), (4, [2, 1, 0]), (5, [2, 1, 0]), (6, [2, 1, 2])])
@@ -217,6 +294,26 @@ def test_what_was_measured_before_a_point_was_lost_is_kept(
     points = [len(made["points"][axis]) for axis in ("conversations", "workers", "routers")]
     assert (points, made["complete"]) == (kept, False)
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_shapes_differ_in_their_shape_alone(tmp_path: Path) -> None:
+    bench = FakeBench()
+    bench.effort = Effort()
+    measured(bench, tmp_path / "scale.json")
+    assert {(effort.talks, effort.at_once) for effort in bench.efforts} == {(128, 64)}
+
+
+def test_turns_that_went_another_way_are_complained_of() -> None:
+    made = record()
+    assert complaints_of(made) == []
+    made["shapes"]["longer"]["verdicts"] = {"direct": 0, "readback": 99, "recompute": 1}
+    assert complaints_of(made) == []
+    made["shapes"]["longer"]["verdicts"] = {"direct": 0, "readback": 289, "recompute": 11}
+    made["shapes"]["again"] = made["shapes"]["longer"]
+    assert complaints_of(made) == [
+        "2 workers, 20 conversations, 1 routers, 24,000 tokens, 8 to answer:"
+        " 11 of 300 later turns not readback: recompute x11"
+    ]
 
 
 def test_a_record_makes_a_table_and_a_picture(tmp_path: Path) -> None:
@@ -233,6 +330,20 @@ def test_a_record_makes_a_table_and_a_picture(tmp_path: Path) -> None:
     for panel in sheet_of(record()).axes:
         low, high = panel.get_ylim()
         assert {0.5, 1, 2} <= {place for place in panel.get_yticks() if low <= place <= high}
+
+
+def test_what_was_not_measured_is_said_in_its_own_cell() -> None:
+    made = record()
+    made["points"]["workers"].insert(1, point(10, 1.0, turn={"router_cpu_ms": None}))
+    made["growth"]["workers"] = growth(made["points"]["workers"], "workers")
+    made["router_cpu"] = dict.fromkeys(made["router_cpu"])
+    made["million_conversations"] = million(made)
+    page, text = markdown(made), table(made)
+    assert "| router CPU per turn, ms | 1 | not measured | 1.5 | 2 |" in page
+    assert "| routers, a core each | not measured | not measured | not measured |" in page
+    assert "not measured ms per chunk" in page
+    [row] = [line for line in text.splitlines() if line.strip().startswith("router CPU per turn")][:1]
+    assert row.split()[-5:] == ["1", "not", "measured", "1.5", "2"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvloop.bench.workload.lengths import LengthSweep
 from kvloop.bench.workload.model import Conversation, History, Kind, Session, Step
 from kvloop.bench.workload.multiturn import MultiTurn
 from kvloop.bench.workload.words import WordEncoder, words
+from kvloop.engine.simulated.lexicon import Syllables
 
 ENCODER = WordEncoder(32_000)
 
@@ -105,6 +106,15 @@ def test_agentic_has_the_published_figures(traces: list[Session]) -> None:
     assert len(forked) / len(traces) == pytest.approx(0.44, abs=0.06)
     steps = [step for session in traces for step in session.main.steps]
     assert statistics.fmean(step.output_tokens for step in steps) / 0.02 == pytest.approx(444, rel=0.1)
+
+
+def test_simulated_engines_say_the_stop_string_that_is_documented() -> None:
+    lexicon, rng = Syllables(32_000), random.Random(0)
+    said = "".join(lexicon.word(lexicon.token(rng.getrandbits(60))) for _ in range(60_000))
+    assert 60_000 / said.count("zu bi") == pytest.approx(300, rel=0.2)
+    assert REACT_STOP not in said
+    made = [Agentic(stop="zu bi").session(0, number).main.steps[0].stop for number in range(20)]
+    assert set(made) == {(), ("zu bi",)}
 
 
 def test_agentic_gaps_kinds_and_stops_are_as_documented(traces: list[Session]) -> None:

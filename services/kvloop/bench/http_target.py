@@ -4,6 +4,9 @@ Token ids of answers come back where the server knows vLLM's `return_token_ids`;
 again from their text, which need not give the ids that the server holds: such outcomes say so. The
 conversation is named in the body, as vLLM's multi-turn benchmark does, and in the
 header X-Session-ID.
+
+kvloop's gateway is told as well what a conversation was forked from, and in a header that nothing may be
+reused; other servers pass over both. A server that refuses what OpenAI does not have is asked plainly.
 """
 
 import json
@@ -14,6 +17,11 @@ import httpx
 
 from kvloop.bench.target import Outcome, Request, TargetFailed
 from kvloop.bench.workload.model import Encoder
+from kvloop.gateway.admission import REUSE_HEADER
+from kvloop.gateway.identity import PARENT
+
+_MAX_SAID = 200
+"""Characters of a server's own words about a failure."""
 
 
 class HttpTarget:
@@ -28,10 +36,12 @@ class HttpTarget:
         token: str | None = None,
         timeout_s: float = 600.0,
         salted: bool = False,
+        plain: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Prepare. salted: whether requests' cache salts are sent, which vLLM alone knows.
 
+        plain: whether bodies have only fields that OpenAI has; answers may then end before max_tokens.
         transport replaces the network in tests.
         """
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -39,6 +49,7 @@ class HttpTarget:
         self._model = model
         self._encoder = encoder
         self._salted = salted
+        self._plain = plain
         self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s, transport=transport)
 
     async def close(self) -> None:
@@ -57,10 +68,11 @@ class HttpTarget:
                 "POST",
                 f"{self._url}/v1/completions",
                 json=self._body(request),
-                headers={"x-session-id": request.conversation_id},
+                headers=_headers(request),
             ) as response:
                 if response.status_code != httpx.codes.OK:
-                    raise TargetFailed(f"{self._url} answered {response.status_code}")
+                    said = _said(await response.aread())
+                    raise TargetFailed(f"{self._url} answered {response.status_code}{said}")
                 async for line in response.aiter_lines():
                     if line.startswith("data:"):
                         answer.take(line.removeprefix("data:").strip(), time.perf_counter() - begun)
@@ -70,15 +82,20 @@ class HttpTarget:
         if answer.ttft_s is None or not answer.done:
             raise TargetFailed(f"{self._url} ended a turn without an answer")
         ids = answer.ids or self._encoder.encode("".join(answer.texts))
+        asked = int(answer.usage.get("prompt_tokens", len(request.prompt)))
         return Outcome(
             token_ids=ids,
             ttft_ms=answer.ttft_s * 1e3,
             latency_ms=latency_s * 1e3,
-            input_num_tokens=int(answer.usage.get("prompt_tokens", len(request.prompt))),
+            input_num_tokens=asked,
             output_num_tokens=int(answer.usage.get("completion_tokens", len(ids))),
             verdict=str(answer.told.get("verdict", "")).upper(),
             reason=str(answer.told.get("reason", "")).upper(),
             retokenized=not answer.ids,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            tokens=answer.sources(asked),
+            held_tokens=int(answer.told.get("held_tokens", 0)),
         )
 
     def _body(self, request: Request) -> dict[str, Any]:
@@ -89,15 +106,43 @@ class HttpTarget:
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+        }
+        if request.stop:
+            body["stop"] = list(request.stop)
+        if self._plain:
+            return body
+        body |= {
             "ignore_eos": request.exact,
             "return_token_ids": True,
             "conversation_id": request.conversation_id,
         }
+        if request.parent_conversation_id:
+            body[PARENT] = request.parent_conversation_id
         if self._salted:
             body["cache_salt"] = request.cache_salt
-        if request.stop:
-            body["stop"] = list(request.stop)
         return body
+
+
+def _headers(request: Request) -> dict[str, str]:
+    headers = {"x-session-id": request.conversation_id}
+    return headers if request.reuse else headers | {REUSE_HEADER: "forbid"}
+
+
+def _said(body: object) -> str:
+    """Return what a server says of a failure, shortened and after a colon; empty when it says nothing."""
+    content = body
+    if isinstance(body, bytes):
+        text = body.decode(errors="replace")
+        try:
+            content = json.loads(text)
+        except ValueError:
+            content = text
+    for name in ("error", "message", "detail"):
+        if isinstance(content, dict) and content.get(name):
+            content = content[name]
+    words = " ".join((content if isinstance(content, str) else json.dumps(content)).split())
+    short = words if len(words) <= _MAX_SAID else f"{words[: _MAX_SAID - 3]}..."
+    return f": {short}" if short else ""
 
 
 class _Answer:
@@ -111,6 +156,15 @@ class _Answer:
         self.told: dict[str, Any] = {}
         """What a gateway of ours says about the turn's reuse."""
         self.done = False
+        self.finish_reason = ""
+        self.stop_reason = ""
+
+    def sources(self, asked: int) -> dict[str, int]:
+        """Return the prompt's tokens by source, of which a gateway of ours tells two; empty from others."""
+        reused = self.told.get("reused_tokens")
+        if not isinstance(reused, int):
+            return {}
+        return {"reused": reused, "computed": max(0, asked - reused)}
 
     def take(self, data: str, since_s: float) -> None:
         """Take one event's data. Raises ValueError for what is no JSON, TargetFailed for an error event."""
@@ -119,7 +173,7 @@ class _Answer:
             return
         event = json.loads(data)
         if "error" in event:
-            raise TargetFailed("the server ended a stream with an error")
+            raise TargetFailed(f"the server ended a stream with an error{_said(event)}")
         self.usage = event.get("usage") or self.usage
         self.told = event.get("kvloop") or self.told
         for choice in event.get("choices") or ():
@@ -128,3 +182,5 @@ class _Answer:
                 self.ttft_s = since_s
             self.texts.append(text)
             self.ids.extend(ids)
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.stop_reason = str(choice.get("stop_reason") or self.stop_reason)

@@ -5,7 +5,8 @@ Poisson process, however slowly the earlier ones are served. In both, the turns 
 other with the pauses that the workload names; forks of a session run at the same time while their parent
 waits.
 
-A failed request ends its conversation, as it would end an agent's.
+A failed request ends its conversation, as it would end an agent's. So does a prompt that leaves no room for
+its answer; what is not played because of that is counted.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from typing import Any
 
 from kvloop.bench.records import Record
 from kvloop.bench.target import Request, Target, TargetFailed
-from kvloop.bench.workload.model import Conversation, Encoder, History, Session, Step
+from kvloop.bench.workload.model import Conversation, Encoder, History, Kind, Session, Step
 
 Told = Callable[[Record], None]
 
@@ -49,6 +50,30 @@ class LoadPlan:
             raise ValueError("give either clients (closed loop) or a rate (open loop)")
 
 
+@dataclass(slots=True)
+class Outgrown:
+    """What was not played because conversations outgrew the model."""
+
+    conversations: int = 0
+    """That ended early, or, forks, had no room to begin."""
+    turns: int = 0
+    """Of these and of the forks that were never come to."""
+    forks: int = 0
+    """That were never begun."""
+    compactions: int = 0
+    """Among the turns."""
+
+    def add(self, conversation: Conversation, number: int, session: Session | None) -> None:
+        """Count a conversation whose step of a number (from 1) had no room, and what would have followed."""
+        rest = [conversation.steps[number - 1 :]]
+        lost = [] if session is None else [fork for fork in session.forks if fork.fork_after >= number]
+        rest += [fork.steps for fork in lost]
+        self.conversations += 1
+        self.forks += len(lost) + (session is None and number == 1)
+        self.turns += sum(map(len, rest))
+        self.compactions += sum(step.kind is Kind.COMPACT for steps in rest for step in steps)
+
+
 class Load:
     """Plays a plan against one target."""
 
@@ -61,6 +86,7 @@ class Load:
         self._run = secrets.token_hex(4)
         self._begun = time.perf_counter()
         self._sent = 0
+        self.outgrown = Outgrown()
 
     async def play(self, sessions: Sequence[Session]) -> None:
         """Play all sessions, or as many as the plan's limit lets begin."""
@@ -108,7 +134,12 @@ class Load:
                 if self._over:
                     return
                 begun = True
-                if not await self._step(name, parent, number, step, history):
+                prompt = history.ask(step)
+                limit = self._plan.max_model_len
+                if limit is not None and len(prompt) + step.output_tokens > limit:
+                    self.outgrown.add(conversation, number, session)
+                    return
+                if not prompt or not await self._step(name, parent, number, step, history):
                     return
                 if session is not None:
                     await self._forks(session, number, name, history)
@@ -122,11 +153,8 @@ class Load:
                 group.create_task(self._conversation(fork, history.fork(), parent, None))
 
     async def _step(self, name: str, parent: str, number: int, step: Step, history: History) -> bool:
-        """Play one step; False ends the conversation."""
-        prompt = history.ask(step)
-        limit = self._plan.max_model_len
-        if not prompt or (limit is not None and len(prompt) + step.output_tokens > limit):
-            return False
+        """Play one step, whose prompt the history has; False ends the conversation."""
+        prompt = history.prompt
         self._sent += 1
         own: dict[str, Any] = {
             "leg": self._plan.leg,
@@ -134,6 +162,7 @@ class Load:
             "conversation_id": name,
             "turn": number,
             "measured": self._sent > self._plan.warm_up,
+            "stop_asked": bool(step.stop),
             "start_time_ms": round((time.perf_counter() - self._begun) * 1e3, 3),
         }
         request = Request(
@@ -151,6 +180,7 @@ class Load:
         except TargetFailed as failure:
             self._told(Record(**own, error=str(failure)))
             return False
+        own["stop_hit"] = outcome.stopped_by(request)
         self._told(Record.of(outcome, prompt, **own))
         # A trace that holds its answers goes on with those.
         history.answered(outcome.token_ids if step.answer is None else self._encoder.encode(step.answer))

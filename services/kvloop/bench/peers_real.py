@@ -17,7 +17,7 @@ from typing import Any
 from kvloop.bench.peers_http import COMPLETIONS, Line, reading
 from kvloop.bench.records import digest
 from kvloop.bench.router_traffic import TurnLost
-from kvloop.bench.statistics import median, ratio
+from kvloop.bench.statistics import bounds, median
 from kvloop.bench.target import Outcome, Request, TargetFailed
 from kvloop.bench.workload.model import Encoder, History, Step
 from kvloop.bench.workload.words import rng_of, words
@@ -213,12 +213,16 @@ def _outcome(request: Request, ids: list[int], ttft_s: float, latency_s: float) 
 
 
 def summarise(turns: Sequence[RealTurn], reference: str) -> dict[str, dict[str, Any]]:
-    """Return by leg: TTFT turn by turn, and over the turns after the first, also against a leg."""
+    """Return by leg: TTFT turn by turn, and over the turns after the first, also against a leg.
+
+    How many times the reference's it takes is the median over turns, each against the reference's same turn:
+    turns grow, so that medians of all would compare unlike ones.
+    """
     record: dict[str, dict[str, Any]] = {}
-    later: dict[str, list[float]] = {}
+    later: dict[str, dict[tuple[int, int], float]] = {}
     for turn in turns:
         if turn.turn > 1:
-            later.setdefault(turn.leg, []).append(turn.ttft_ms)
+            later.setdefault(turn.leg, {})[turn.conversation, turn.turn] = turn.ttft_ms
     for name in dict.fromkeys(turn.leg for turn in turns):
         mine = [turn for turn in turns if turn.leg == name]
         by_turn: dict[str, Any] = {}
@@ -230,9 +234,10 @@ def summarise(turns: Sequence[RealTurn], reference: str) -> dict[str, dict[str, 
             }
         record[name] = {"samples": len(mine), "turns": by_turn}
         if name in later:
-            record[name]["later_turns_ttft_ms"] = median(later[name]).as_dict()
-            if reference in later and name != reference:
-                record[name][f"times_{reference}"] = ratio(later[name], later[reference]).as_dict()
+            record[name]["later_turns_ttft_ms"] = median(list(later[name].values())).as_dict()
+            theirs = later.get(reference, {}) if name != reference else {}
+            if both := [ttft / theirs[place] for place, ttft in later[name].items() if place in theirs]:
+                record[name][f"times_{reference}"] = median(both).as_dict()
         if any(turn.verdict for turn in mine):
             told = Counter(turn.verdict for turn in mine if turn.turn > 1)
             record[name]["later_verdicts"] = dict(sorted(told.items()))
@@ -260,11 +265,14 @@ def ttft_lines(peers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for name, peer in peers.items():
         later = (peer.get("real") or {}).get("later_turns_ttft_ms")
         if later:
-            times = [peer["real"][key]["value"] for key in peer["real"] if key.startswith("times_")]
-            rows.append(
-                f"{name}: {later['value']:,.0f} ms" + "".join(f", {one:.1f} times ours" for one in times)
-            )
+            times = [_times(value) for key, value in peer["real"].items() if key.startswith("times_")]
+            rows.append(f"{name}: {later['value']:,.0f} ms" + "".join(times))
     return ["TTFT of later turns on real vLLM, median", *rows] if rows else []
+
+
+def _times(found: Mapping[str, Any]) -> str:
+    within = bounds(found)
+    return f", {found['value']:.2f} times ours" + (f" ({within[0]:.2f} to {within[1]:.2f})" if within else "")
 
 
 def as_records(turns: Sequence[RealTurn]) -> list[dict[str, Any]]:

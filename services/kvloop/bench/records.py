@@ -42,8 +42,14 @@ class Record:
     retried: bool = False
     retokenized: bool = False
     """Whether the answer's ids were made from its text: the next prompt may not go on from what is held."""
+    finish_reason: str = ""
+    """What ended the answer: stop, length; empty where that is not told."""
+    stop_asked: bool = False
+    """Whether the request had stop strings."""
+    stop_hit: bool = False
+    """Whether one of them ended the answer."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens by source: p_local, readback, d_local, computed."""
+    """Prompt tokens by source: p_local, readback, d_local, computed; of a gateway, reused and computed."""
     prefill_ms: float = 0.0
     """The prefill leg, reading included; 0 without one."""
     transfer_ms: float = 0.0
@@ -73,6 +79,7 @@ class Record:
             reason=outcome.reason,
             retried=outcome.retried,
             retokenized=outcome.retokenized,
+            finish_reason=outcome.finish_reason,
             tokens=outcome.tokens,
             prefill_ms=round(outcome.prefill_ms, 3),
             transfer_ms=round(outcome.readback.duration_ms, 3),

@@ -216,10 +216,12 @@ class _Told:
 
 
 class PastRouter(_Told):
-    """P and D called directly; as through the router, P's token is the answer's first one."""
+    """P and D called directly."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, *, first_token: bool = True) -> None:
+        """Prepare. first_token: as the router's first_token_from_prefill, whether the answer begins at P."""
         super().__init__(workers)
+        self._wanted = _FIRST_TOKEN if first_token else b""
         self._channels = [open_channel(workers.prefill), open_channel(workers.decode)]
         self._prefill: Any = self._channels[0].unary_unary(PREFILL)
         self._decode: Any = self._channels[1].unary_stream(DECODE)
@@ -227,7 +229,7 @@ class PastRouter(_Told):
     async def play(self, talk: Talk) -> Played:
         """See Way."""
         shared, tail = self._requests(talk)
-        request = b"".join((shared, tail, _FIRST_TOKEN, *_prompt(talk.prompt)))
+        request = b"".join((shared, tail, self._wanted, *_prompt(talk.prompt)))
         begun = time.perf_counter()
         prefilled = await self._prefill(request, timeout=TIMEOUT_S, wait_for_ready=True)
         first = prefill_service_pb2.PrefillResponse.FromString(prefilled).first.token_ids

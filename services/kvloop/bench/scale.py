@@ -224,20 +224,23 @@ async def idle(meters: Meters, seconds: float) -> Spent:
     return (await meters.read()).since(before)
 
 
-def per_turn(busy: Spent, quiet: Spent, turns: int) -> dict[str, float]:
-    """Return what a turn adds to what goes on without any."""
+def per_turn(busy: Spent, quiet: Spent, turns: int) -> dict[str, float | None]:
+    """Return what a turn adds to what goes on without any.
 
-    def share(name: str) -> float:
-        rest = float(getattr(quiet, name)) / quiet.at * busy.at
-        return max(0.0, float(getattr(busy, name)) - rest) / turns
+    None where there was less with turns than without: that was not measured.
+    """
+
+    def share(name: str, unit: float = 1.0, digits: int | None = None) -> float | None:
+        more = float(getattr(busy, name)) - float(getattr(quiet, name)) / quiet.at * busy.at
+        return None if more < 0 else round(unit * more / turns, digits)
 
     return {
-        "router_cpu_ms": round(1000 * share("router_s"), 4),
+        "router_cpu_ms": share("router_s", 1e3, 4),
         "router_cpu_ms_gross": round(1000 * busy.router_s / turns, 4),
-        "store_cpu_us": round(1e6 * share("store_s"), 1),
-        "store_requests": round(share("requests"), 2),
-        "store_received_bytes": round(share("received")),
-        "store_sent_bytes": round(share("sent")),
+        "store_cpu_us": share("store_s", 1e6, 1),
+        "store_requests": share("requests", digits=2),
+        "store_received_bytes": share("received"),
+        "store_sent_bytes": share("sent"),
     }
 
 
@@ -303,27 +306,35 @@ def growth(points: Sequence[Mapping[str, Any]], axis: str) -> dict[str, dict[str
 
 def slopes(
     base: Mapping[str, Any], longer: Mapping[str, Any], wordier: Mapping[str, Any]
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Return a router's CPU of a turn as a sum: what every turn takes, and per prompt token and chunk.
 
-    base and wordier differ in chunks, base and longer in prompt tokens.
+    base and wordier differ in chunks, base and longer in prompt tokens, and in nothing else. What comes out
+    below zero was not measured: None.
     """
-
-    def cost(point: Mapping[str, Any]) -> float:
-        return float(point["turn"]["router_cpu_ms"])
-
-    chunk = (cost(wordier) - cost(base)) / (wordier["chunks_per_turn"] - base["chunks_per_turn"])
-    more = longer["shape"]["prompt_tokens"] - base["shape"]["prompt_tokens"]
-    # The longer prompt's answer may have come in other chunks.
-    same = (longer["chunks_per_turn"] - base["chunks_per_turn"]) * chunk
-    token = (cost(longer) - same - cost(base)) / more
-    chunk, token = max(0.0, chunk), max(0.0, token)
-    turn = cost(base) - chunk * base["chunks_per_turn"] - token * base["shape"]["prompt_tokens"]
+    costs = [value_of(point, "turn.router_cpu_ms") for point in (base, longer, wordier)]
+    turn = chunk = token = None
+    if (at_base := costs[0]) is not None and (at_longer := costs[1]) is not None:
+        if (at_wordier := costs[2]) is not None:
+            more_chunks = wordier["chunks_per_turn"] - base["chunks_per_turn"]
+            chunk = _unless_negative((at_wordier - at_base) / more_chunks)
+        if chunk is not None:
+            more = longer["shape"]["prompt_tokens"] - base["shape"]["prompt_tokens"]
+            # The longer prompt's answer may have come in other chunks.
+            same = (longer["chunks_per_turn"] - base["chunks_per_turn"]) * chunk
+            token = _unless_negative((at_longer - same - at_base) / more)
+        if chunk is not None and token is not None:
+            parts = chunk * base["chunks_per_turn"] + token * base["shape"]["prompt_tokens"]
+            turn = _unless_negative(at_base - parts)
     return {
-        "turn_ms": round(max(0.0, turn), 4),
-        "chunk_ms": round(chunk, 5),
-        "kilotoken_ms": round(1000 * token, 5),
+        "turn_ms": None if turn is None else round(turn, 4),
+        "chunk_ms": None if chunk is None else round(chunk, 5),
+        "kilotoken_ms": None if token is None else round(1000 * token, 5),
     }
+
+
+def _unless_negative(value: float) -> float | None:
+    return None if value < 0 else value
 
 
 def shares(samples: Sequence[float]) -> dict[str, float]:

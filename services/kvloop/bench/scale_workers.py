@@ -31,7 +31,8 @@ STORE_URL = "KVLOOP_BENCH_STORE"
 """Environment: not on a command line, which everybody on the machine can read."""
 BLOCK = 128
 MAX_LEN = 32_768
-BLOCKS = 8192
+BLOCKS = 65_536
+"""One D holds all conversations that are played, of 24k tokens too, and half of its blocks are for that."""
 _PATIENT = StoreOptions(deadline_s=30.0, connect_s=10.0)
 """One process stands for a thousand: its own slowness must not look like an outage of the store."""
 _SLOW = {"begin_read_timeout_s": 30.0, "end_read_timeout_s": 30.0}

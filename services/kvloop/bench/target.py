@@ -64,8 +64,12 @@ class Outcome:
     retried: bool = False
     retokenized: bool = False
     """Whether token_ids were made from the answer's text, and may be others than those generated."""
+    finish_reason: str = ""
+    """What ended the answer: stop, length; empty where that is not told."""
+    stop_reason: str = ""
+    """The stop string that ended it, or a token id in decimal."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens by source: p_local, readback, d_local, computed."""
+    """Prompt tokens by source: p_local, readback, d_local, computed; of a gateway, reused and computed."""
     prefill_ms: float = 0.0
     readback: Read = Read()
     """D to P."""
@@ -81,6 +85,13 @@ class Outcome:
         """Return the time per output token after the first; 0 when there is none after it."""
         rest = self.output_num_tokens - 1
         return (self.latency_ms - self.ttft_ms) / rest if rest > 0 else 0.0
+
+    def stopped_by(self, request: Request) -> bool:
+        """Tell whether one of a request's stop strings ended the answer."""
+        if not request.stop or self.finish_reason != "stop":
+            return False
+        # OpenAI does not tell which; where nothing else may end an answer early, it was one of them.
+        return self.stop_reason in request.stop if self.stop_reason else request.exact
 
 
 class Target(Protocol):
@@ -169,6 +180,10 @@ def _outcome(summary: Summary, ids: list[int], ttft_s: float, latency_s: float) 
         verdict=turn_pb2.Verdict.Name(reuse.verdict).removeprefix("VERDICT_"),
         reason=turn_pb2.ReuseReason.Name(reuse.reason).removeprefix("REUSE_REASON_"),
         retried=reuse.retried,
+        finish_reason=turn_pb2.FinishReason.Name(summary.finish_reason)
+        .removeprefix("FINISH_REASON_")
+        .lower(),
+        stop_reason=summary.stop_reason,
         tokens={
             "p_local": reuse.tokens.p_local,
             "readback": reuse.tokens.readback,

@@ -20,7 +20,11 @@ distribution is here:
 | turns of a fork | log-normal, median 8, sigma 0.5, in [2, 40], whole |
 | a turn regenerates the last answer | 2% (never the first) |
 | a turn compacts | when the history is above 140,000 tokens, to a summary of 2,000 tokens |
-| an agent ends its answers by stop string (ReAct) | 30% of the sessions, at every step |
+| an agent asks for a stop string (ReAct's) | 30% of the sessions, at every step |
+
+A model that is given random ids hardly ever says ReAct's "Observation:", so that its answers go on to their
+length; `stop` is another string then. In the made-up words of simulated engines, "zu bi" comes about
+once in 300 tokens.
 
 `scale` shortens tokens, `time_scale` pauses, so that the trace fits small models and short runs; what happens
 in it stays the same. History is counted with answers at their longest.
@@ -34,6 +38,14 @@ from kvloop.bench.workload.model import Conversation, Kind, Session, Step
 from kvloop.bench.workload.words import rng_of, words
 
 REACT_STOP = "Observation:"
+_LONGEST_TOKENS = 160_000
+"""Prompt and answer, at scale 1: just below a compaction, the longest result, the longest answer."""
+_ROUNDED_UP = 4
+
+
+def fitting_scale(max_model_len: int) -> float:
+    """Return the largest scale, in thousandths, at which every conversation fits; 0: none does."""
+    return max(0, (max_model_len - _ROUNDED_UP) * 1000 // _LONGEST_TOKENS) / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ class Agentic:
     user_gap_s: Distribution = LogNormal.by_median(25, 1.1, 1, 600)
     compact_above_tokens: int = 140_000
     summary_tokens: int = 2_000
+    stop: str = REACT_STOP
     scale: float = 1.0
     time_scale: float = 1.0
 
@@ -66,7 +79,7 @@ class Agentic:
         common = words(rng_of(seed, "instructions"), self._scaled(self.common_opening_tokens))
         own = self._tokens(self.opening_tokens, rng)
         opening = f"{common} {words(rng, own)}"
-        stop = (REACT_STOP,) if rng.random() < self.react_share else ()
+        stop = (self.stop,) if rng.random() < self.react_share else ()
         count = whole(self.turns, rng, 1)
         start = self._scaled(self.common_opening_tokens) + own
         steps, lengths = self._steps(rng, count, start, start, stop)

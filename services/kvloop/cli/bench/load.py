@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvloop.cli.bench.workload import STOP_HELP, sessions_of
 from kvloop.cli.errors import EXIT_FAILED, CommandFailed, say, sentences, write_line
 from kvloop.cli.places import ROUTER
 
 if TYPE_CHECKING:
     from kvloop.bench.load import LoadPlan
-    from kvloop.bench.records import RecordFile
     from kvloop.bench.target import Target
     from kvloop.bench.workload.model import Encoder, Session
 
@@ -43,6 +43,7 @@ def load(
     seed: Annotated[int, typer.Option(help="The same seed gives the same sessions.")] = 0,
     scale: Annotated[float, typer.Option(min=1e-4, help="Factor of tokens (agentic).")] = 1.0,
     time_scale: Annotated[float, typer.Option(min=0, help="Factor of pauses (agentic).")] = 1.0,
+    stop: Annotated[str | None, typer.Option(help=STOP_HELP)] = None,
     reuse: Annotated[bool, typer.Option(help="Whether KV of earlier turns may be reused.")] = True,
     exact: Annotated[bool, typer.Option(help="Answers go on past an end of sequence.")] = True,
     max_model_len: Annotated[
@@ -52,6 +53,9 @@ def load(
     tokenizer: Annotated[
         str | None, typer.Option(help="Folder or name of a tokenizer. [default: an id per word]")
     ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="With --url: send no field that OpenAI does not have.")
+    ] = False,
     name: Annotated[str, typer.Option(help="Name of the run in its records.")] = "load",
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where results go.")] = Path("out/load"),
 ) -> None:
@@ -61,36 +65,51 @@ def load(
     """
     from kvloop.bench.load import LoadPlan
     from kvloop.cli import signals
-    from kvloop.cli.bench.workload import sessions_of
 
     if clients is not None and rate is not None:
         raise CommandFailed("--clients is for a closed loop, --rate for an open one; give one of them")
+    if plain and url is None:
+        raise CommandFailed("--plain is for servers of --url; leave it out, or give --url")
+    if plain and not reuse:
+        raise CommandFailed(
+            "--no-reuse is asked for by a header of kvloop's, which --plain leaves out; drop one"
+        )
     plan = LoadPlan(
         leg=name,
         clients=None if rate is not None else clients or 1,
         rate=rate,
         warm_up=warm_up,
         max_requests=max_requests,
-        exact=exact,
+        # That an answer goes on is a field of vLLM's.
+        exact=exact and not plain,
         max_model_len=max_model_len,
         reuse=reuse,
         seed=seed,
     )
-    made = sessions_of(workload, sessions, seed, scale=scale, time_scale=time_scale)
+    made = sessions_of(workload, sessions, seed, scale=scale, time_scale=time_scale, stop=stop)
     encoder = _encoder(tokenizer, vocabulary)
     settings = {
+        "name": name,
         "workload": workload,
         "target": url or router,
+        "model": model,
         "sessions": len(made),
         "seed": seed,
         "clients": plan.clients,
         "rate": rate,
         "scale": scale,
         "time_scale": time_scale,
+        "stop": stop,
         "warm_up": warm_up,
+        "max_requests": max_requests,
+        "max_model_len": max_model_len,
         "reuse": reuse,
+        "exact": plan.exact,
+        "plain": plain,
+        "vocabulary": vocabulary,
+        "tokenizer": tokenizer,
     }
-    where = _Where(url, router, model, token)
+    where = _Where(url, router, model, token, plain=plain)
     work = _load(plan=plan, sessions=made, where=where, encoder=encoder, settings=settings, out=out)
     signals.run(work)
 
@@ -98,8 +117,9 @@ def load(
 class _Where:
     """The target as it was named."""
 
-    def __init__(self, url: str | None, router: str, model: str, token: str | None) -> None:
+    def __init__(self, url: str | None, router: str, model: str, token: str | None, *, plain: bool) -> None:
         self._url, self._router, self._model, self._token = url, router, model, token
+        self._plain = plain
 
     def open(self, encoder: "Encoder") -> "Target":
         """Return the target."""
@@ -111,7 +131,7 @@ class _Where:
             from kvloop.bench.http_target import HttpTarget
         except ImportError:
             raise CommandFailed("--url needs httpx; install it with: pip install 'kvloop[bench]'") from None
-        return HttpTarget(self._url, self._model, encoder, token=self._token)
+        return HttpTarget(self._url, self._model, encoder, token=self._token, plain=self._plain)
 
 
 class _TokenizerEncoder:
@@ -153,41 +173,48 @@ async def _load(
     out: Path,
 ) -> int:
     from kvloop.bench.load import Load
+    from kvloop.bench.load_report import summarise_load
     from kvloop.bench.records import REQUESTS, Record, RecordFile
     from kvloop.cli.bench.environment import machine, now, versions
     from kvloop.cli.bench.progress import Bar
 
-    settings = {"date": now(), "machine": machine(), "versions": versions(), **settings}
+    # What is measured may run elsewhere: a router does not tell on what.
+    client = {"machine": machine(), "versions": versions()}
+    settings = {"date": now(), "client": client, **settings}
     requests = sum(session.requests for session in sessions)
     total = min(requests, plan.max_requests or requests)
     target = where.open(encoder)
     complete = False
     with RecordFile(out / REQUESTS) as file:
+        bar = Bar(total)
+
+        def told(record: Record) -> None:
+            file.add(record)
+            bar.tell(record)
+
+        load = Load(plan, target, encoder, told)
         try:
-            with Bar(total) as bar:
-
-                def told(record: Record) -> None:
-                    file.add(record)
-                    bar.tell(record)
-
-                await Load(plan, target, encoder, told).play(sessions)
+            with bar:
+                await load.play(sessions)
             complete = True
         finally:
             # A signal comes as a cancellation: what was measured is kept.
-            _summarise(out, file, settings, complete=complete)
+            summary = summarise_load(
+                file.records, settings, complete=complete, planned=requests, outgrown=load.outgrown
+            )
+            _tell(out, summary)
             await target.close()
     failed = sum(1 for record in file.records if record.error)
     return EXIT_FAILED if failed or not file.records else 0
 
 
-def _summarise(out: Path, file: "RecordFile", settings: Mapping[str, Any], *, complete: bool) -> None:
-    from kvloop.bench.load_report import retokenized, summarise_load
+def _tell(out: Path, summary: Mapping[str, Any]) -> None:
+    from kvloop.bench.load_report import caveats
 
-    summary = summarise_load(file.records, settings, complete=complete)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     if summary["failures"]["count"]:
         say(f"{summary['failures']['count']} requests failed; the first: {summary['failures']['first']}")
-    if caveat := retokenized(summary):
+    for caveat in caveats(summary):
         say(caveat)
     for metric, found in summary.get("distribution", {}).items():
         shares = "  ".join(f"{share} {found[share]:,.1f}" for share in ("mean", "p50", "p90", "p99"))

@@ -48,7 +48,9 @@ _POLL_S = 0.1
 _SCRIPTS = {PROXY_NAME: (Path(PROXY).name, "/health"), TOY_NAME: (Path(TOY_PROXY).name, "/healthcheck")}
 _PATIENT = {"directory_timeout_ms": 2000.0}
 # The floors have P read as well; with a prefix cache of its own P would have all of a regenerated turn.
-_ROUTER = {**_PATIENT, "direct": False, "by_cost": False}
+# And the peers wait for P and D before an answer begins, so kvloop does as well.
+FIRST_TOKEN = False
+ROUTER = {**_PATIENT, "direct": False, "by_cost": False, "first_token_from_prefill": FIRST_TOKEN}
 _PREFILL = {"enable_prefix_caching": False}
 VERDICT = "READBACK"
 """Of the turns that such a router serves after a conversation's first one."""
@@ -137,14 +139,15 @@ async def _kvloop(stack: AsyncExitStack, stage: Stage, tokenizer: Path, preset: 
         "extra_engine_args": engine,
         **_PATIENT,
     }
-    plan = FleetPlan(workers=workers, prefill=[_PREFILL], routers=[_ROUTER], gateways=gateways)
+    plan = FleetPlan(workers=workers, prefill=[_PREFILL], routers=[ROUTER], gateways=gateways)
     fleet = await stack.enter_async_context(Fleet(plan, folder / "kvloop"))
     router, pids = fleet.parts["router-0"].pid, []
     assert router is not None
     through = ThroughRouter(fleet.endpoint("router-0"))
     stack.push_async_callback(through.close)
     stage.entrants[KVLOOP_GRPC] = Entrant(through, GRPC_FLOOR, (router,))
-    past = PastRouter(await facts(fleet.endpoint("prefill-0"), fleet.endpoint("decode-0")))
+    workers_here = await facts(fleet.endpoint("prefill-0"), fleet.endpoint("decode-0"))
+    past = PastRouter(workers_here, first_token=FIRST_TOKEN)
     stack.push_async_callback(past.close)
     stage.entrants[GRPC_FLOOR] = Entrant(past, GRPC_FLOOR)
     if not lacks:

@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,8 @@ _KNOWN_S = 90.0
 _STORE_BYTES = 1 << 30
 _LOST = 0.01
 """Share of lost turns beyond which nothing was measured."""
+_VERDICT, _ASTRAY = "readback", 0.01
+"""What every turn is meant to be, and the share of others beyond which a point is worth nothing."""
 # A busy machine must not decide what is measured.
 _PATIENT = {"directory_timeout_ms": 2000.0, "info_timeout_s": 30.0}
 # Every turn that can goes the longest way: both legs, and a read in between.
@@ -126,7 +128,28 @@ async def _scale(axes: Axes, effort: "Effort", preset: str, out: Path) -> int:
     record |= {"million_conversations": million(record), "complete": True}
     keep()
     await asyncio.to_thread(_write, out, record)
-    return 0
+    for complaint in (complaints := complaints_of(record)):
+        say(complaint)
+    return EXIT_FAILED if complaints else 0
+
+
+def complaints_of(record: Mapping[str, Any]) -> list[str]:
+    """Return which points had turns that went another way than they were meant to, for people."""
+    from kvloop.bench.peers import astray
+
+    points = [point for points in record["points"].values() for point in points]
+    complaints = []
+    for point in (*points, *record["shapes"].values(), record["all"]):
+        verdicts = {verdict: count for verdict, count in point["verdicts"].items() if count}
+        if verdicts.get(_VERDICT, 0) < (1 - _ASTRAY) * sum(verdicts.values()):
+            shape = point["shape"]
+            complaints.append(
+                f"{point['workers']:,} workers, {point['conversations']:,} conversations, {point['routers']}"
+                f" routers, {shape['prompt_tokens']:,} tokens, {shape['output_tokens']} to answer:"
+                f" {astray(verdicts, _VERDICT)}"
+            )
+    # A point may stand on several axes.
+    return list(dict.fromkeys(complaints))
 
 
 def _write(out: Path, record: dict[str, Any]) -> None:
@@ -168,7 +191,8 @@ async def measure(
             await add("conversations", 1)
         points["workers"].append(points["conversations"][-1])
         shapes["base"] = points["conversations"][-1]
-        fewer = replace(bench.effort, turns=bench.effort.turns // 4, talks=min(bench.effort.talks, 32))
+        # As many conversations and turns at once as in the base: just the shape is to differ.
+        fewer = replace(bench.effort, turns=bench.effort.turns // 4)
         for name, shape in {
             "longer": Shape(prompt_tokens=24_000),
             "wordier": Shape(output_tokens=64),
