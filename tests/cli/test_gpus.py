@@ -40,7 +40,8 @@ def test_too_few_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "found"), [(None, ["0", "1", "2"]), ("2,0", ["2", "0"]), ("GPU-1a, GPU-2b", ["GPU-1a", "GPU-2b"])]
+    ("chosen", "found"),
+    [(None, ["0", "1", "2"]), ("2,0", ["2", "0"]), ("GPU-1a, GPU-2b", ["GPU-1a", "GPU-2b"])],
 )
 def test_what_this_process_may_use_is_there(
     chosen: str | None, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,7 +55,9 @@ def test_what_this_process_may_use_is_there(
     assert gpus.here(tmp_path) == found
 
 
-async def test_a_fleet_that_needs_more_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fleet_that_needs_more_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpus, "here", lambda: ["0"])
     with pytest.raises(ConfigError, match="need 2 GPUs"):
         async with Fleet(plan(), tmp_path):

@@ -64,7 +64,7 @@ def deal(plan: FleetPlan, gpus: Sequence[str]) -> dict[str, str]:
 
 
 def _takes_gpus(values: Values) -> bool:
-    return values.get("engine", "vllm") == "vllm" and values.get("device", "auto") != "cpu"
+    return bool(values.get("engine", "vllm") == "vllm" and values.get("device", "auto") != "cpu")
 
 
 def _names(listed: str) -> list[str]:
