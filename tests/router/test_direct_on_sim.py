@@ -117,6 +117,25 @@ async def test_a_cancelled_direct_turn_leaves_nothing() -> None:
         assert all(worker.direct_tokens == worker.pending_ms == 0 for worker in app.pool.decode)
 
 
+@pytest.mark.parametrize("by_cost", [False, True])
+async def test_a_holder_with_much_to_do_is_left(by_cost: bool) -> None:
+    async with sim_fleet(decodes=2, engine=CACHED | TIMED) as fleet:
+        app, client = await started(fleet, direct=True, by_cost=by_cost)
+        one = await client.say(ids(40), max_tokens=200)
+        prompt = [*ids(40), *one.token_ids, *SUFFIX]
+        assert one.summary is not None
+        [holder] = [worker for worker in app.pool.decode if worker.name == one.summary.decode_worker]
+        assert holder.info is not None
+        holder.announced(holder.info.epoch, 40.0, draining=False)
+        two = await client.say(prompt)
+        assert two.summary is not None
+        assert two.way == ("READBACK", "PROVEN")
+        assert two.summary.decode_worker not in {"", holder.name}
+        assert two.token_ids == await client.cold(prompt)
+        await client.end()
+        await fleet.whole()
+
+
 async def test_costs_are_learnt_and_decide() -> None:
     async with sim_fleet(engine=TIMED) as fleet:
         # By this seed reading takes for ever.

@@ -116,3 +116,23 @@ async def test_a_short_turn_does_not_wait_behind_a_long_one_at_home() -> None:
         gate.set()
         await asyncio.gather(long, short, other)
         assert all(worker.pending_ms == 0 for worker in app.pool.prefill)
+
+
+@SIZES
+@pytest.mark.parametrize(("load", "ms", "stays"), [(8, 0.0, True), (8, 1.0, False), (9, 0.0, False)])
+async def test_a_verdict_calls_a_holder_overloaded_where_placing_leaves_it(
+    count: int, load: int, ms: float, stays: bool
+) -> None:
+    pool = await fleet_of(count)
+    served, holder = pool.resolve("m", ""), pool.decode[1]
+    holder.in_flight, holder.pending_ms = load, ms
+    assert pool.is_overloaded(served, holder, AHEAD.decode) != stays
+    for worker in pool.decode:
+        worker.in_flight = load
+    assert not pool.is_overloaded(served, holder, AHEAD.decode)
+    # Nobody else is there.
+    for worker in pool.decode:
+        worker.in_flight, worker.draining = 0, worker is not holder
+    holder.in_flight = 100
+    assert not pool.is_overloaded(served, holder, AHEAD.decode)
+    await pool.stop()

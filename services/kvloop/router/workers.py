@@ -232,6 +232,18 @@ class WorkerPool:
         favourite = placing.unless_overloaded(at_home, able, _PREFILL_OVERLOADED_BY, measure)
         return favourite or min(able, key=measure.rank)
 
+    def is_overloaded(self, served: Served, holder: DecodeWorker, measure: placing.Measure) -> bool:
+        """Tell whether a turn is rather given to another decode worker than to its holder."""
+        if measure.of(holder) <= _OVERLOADED_BY * measure.one:
+            return False
+        group = self._group_of(served)
+        able = (
+            placing.draw(group.decodes, _is_ready, placing.FEW // 4, self._rng)
+            if group.large
+            else [worker for worker in group.decodes if worker.ready]
+        )
+        return bool(able) and placing.unless_overloaded(holder, able, _OVERLOADED_BY, measure) is None
+
     def pick(
         self,
         served: Served,
