@@ -5,16 +5,18 @@ from typing import Any
 
 import pytest
 from router_fakes import make_info
+from test_workers import ManualClock
 
 from kvloop.metastore.factory import open_store
-from kvloop.router.book import CostBook
-from kvloop.router.costs import Rates, compute_features
+from kvloop.router.book import SILENT_S, CostBook
+from kvloop.router.costs import Rates, Work, compute_features, expected
 from kvloop.router.learning import REFIT_EVERY
 from kvloop.router.settings import RouterSettings
 from kvloop.router.workers import Pair, WorkerPool
 from kvloop.runtime.clock import SystemClock
 from kvloop.v1alpha1 import decode_service_pb2, prefill_service_pb2, worker_pb2
 
+CLOCK = ManualClock()
 SETTINGS = RouterSettings(prefill_endpoints=("p:1", "q:1"), decode_endpoints=("d:1",))
 MIB = 1 << 20
 
@@ -56,7 +58,7 @@ class Around:
 
 
 async def test_every_number_of_a_turn_is_used() -> None:
-    around, book = Around(), CostBook(SETTINGS)
+    around, book = Around(), CostBook(SETTINGS, CLOCK)
     for _ in range(20):
         book.learn(around.turn())
     rates = around.rates(book)
@@ -70,7 +72,7 @@ async def test_every_number_of_a_turn_is_used() -> None:
 
 
 async def test_a_direct_turn_tells_what_computing_takes_at_d() -> None:
-    around, book = Around(), CostBook(SETTINGS)
+    around, book = Around(), CostBook(SETTINGS, CLOCK)
     decoded = decode_service_pb2.DecodeSummary()
     decoded.tokens.d_local, decoded.tokens.computed = 960, 40
     before = around.rates(book)
@@ -83,7 +85,12 @@ async def test_a_direct_turn_tells_what_computing_takes_at_d() -> None:
 
 
 async def test_an_odd_first_direct_turn_does_not_close_the_way() -> None:
-    around, book, other, store = Around(), CostBook(SETTINGS), CostBook(SETTINGS), open_store("memory://")
+    around, book, other, store = (
+        Around(),
+        CostBook(SETTINGS, CLOCK),
+        CostBook(SETTINGS, CLOCK),
+        open_store("memory://"),
+    )
     decoded = decode_service_pb2.DecodeSummary()
     decoded.tokens.d_local, decoded.tokens.computed = 960, 40
     slow = {"prefilled": None, "decoded": decoded, "decode_first_at": 15.0}
@@ -98,8 +105,108 @@ async def test_an_odd_first_direct_turn_does_not_close_the_way() -> None:
     await around.pool.stop()
 
 
+class Spells:
+    """A history of 24,576 tokens that comes back with 160 new ones, at a D that is now idle and now busy."""
+
+    def __init__(self) -> None:
+        self.around, self.clock = Around(), ManualClock()
+        self.books = [CostBook(SETTINGS, self.clock)]
+
+    def direct(self, ms: float, book: int = 0) -> None:
+        decoded = decode_service_pb2.DecodeSummary()
+        decoded.tokens.d_local, decoded.tokens.computed = 24_576, 160
+        pair = Pair(None, self.around.pool.decode[0])
+        self._learn(book, prefilled=None, decoded=decoded, pair=pair, decode_first_at=5.0 + ms / 1000)
+
+    def read_back(self, book: int = 0) -> None:
+        prefilled = prefill_service_pb2.PrefillResponse()
+        prefilled.reuse.prefill_ms = 65.0
+        prefilled.reuse.tokens.readback, prefilled.reuse.tokens.computed = 24_576, 160
+        prefilled.reuse.readback.duration_ms = 25.0
+        prefilled.reuse.readback.bytes, prefilled.reuse.readback.descriptors = 24_576 * MIB // 4, 192
+        decoded = decode_service_pb2.DecodeSummary()
+        decoded.handoff.duration_ms = 6.5
+        decoded.handoff.bytes, decoded.handoff.descriptors = 160 * MIB // 4, 2
+        self._learn(book, prefilled=prefilled, decoded=decoded, decode_first_at=5.032)
+
+    def _learn(self, book: int, **turn: Any) -> None:
+        self.books[book].learn(self.around.turn(prompt_tokens=24_736, **turn))
+
+    def is_open(self, book: int = 0) -> bool:
+        costs = expected(Work(24_736, 24_576, at_holder=True), self.around.rates(self.books[book]))
+        return costs.direct < costs.readback
+
+
+async def test_a_bad_spell_does_not_close_the_way_for_good() -> None:
+    spells = Spells()
+    for _ in range(30):
+        spells.direct(56.0)
+    for _ in range(30):
+        spells.read_back()
+    assert spells.is_open()
+    for _ in range(400):
+        spells.direct(180.0)
+    assert not spells.is_open()
+    for _ in range(50):
+        spells.clock.now += SILENT_S / 50
+        spells.read_back()
+    assert not spells.is_open()
+    spells.clock.now += 1.0
+    for _ in range(4):
+        spells.read_back()
+    assert spells.is_open()
+    # The spell goes on: one turn was lost to it.
+    for _ in range(4):
+        spells.direct(180.0)
+    assert not spells.is_open()
+    spells.clock.now += SILENT_S + 1.0
+    for _ in range(4):
+        spells.read_back()
+    for _ in range(8):
+        assert spells.is_open()
+        spells.direct(56.0)
+    spells.clock.now += SILENT_S - 1.0
+    assert spells.is_open()
+    await spells.around.pool.stop()
+
+
+async def test_what_a_bad_spell_has_told_others_is_tried_too() -> None:
+    spells, store = Spells(), open_store("memory://")
+    for _ in range(8):
+        spells.direct(180.0)
+    for _ in range(20):
+        spells.read_back()
+    await spells.books[0].share(store.estimates)
+    spells.books.append(CostBook(SETTINGS, spells.clock))
+    await spells.books[1].share(store.estimates)
+    assert not spells.is_open(1)
+    spells.clock.now += SILENT_S + 1.0
+    spells.read_back(1)
+    for _ in range(8):
+        assert spells.is_open(1)
+        spells.direct(56.0, 1)
+    spells.clock.now += SILENT_S - 1.0
+    assert spells.is_open(1)
+    await store.close()
+    await spells.around.pool.stop()
+
+
+async def test_what_the_shared_table_has_forgotten_is_not_known_any_more() -> None:
+    around, store, book = Around(), open_store("memory://"), CostBook(SETTINGS, CLOCK)
+    group = f"{around.served.name}@{around.served.revision}/{around.served.compatibility}"
+    await store.estimates.merge(f"decode/{group}", [500.0, 0.0, 0.0])
+    await book.share(store.estimates)
+    assert around.rates(book).decode.values == (500.0, 0.0, 0.0)
+    await store.close()
+    empty = open_store("memory://")
+    await book.share(empty.estimates)
+    assert around.rates(book).decode == around.rates(book).prefill
+    await empty.close()
+    await around.pool.stop()
+
+
 async def test_a_hand_over_tells_the_size_of_kv_until_something_was_read_back() -> None:
-    around, book = Around(), CostBook(SETTINGS)
+    around, book = Around(), CostBook(SETTINGS, CLOCK)
     cold = around.turn()
     cold.prefilled.reuse.Clear()
     cold.prefilled.reuse.tokens.computed = 1000
@@ -114,7 +221,7 @@ async def test_a_hand_over_tells_the_size_of_kv_until_something_was_read_back() 
 
 
 async def test_legs_that_waited_are_no_measurements() -> None:
-    around, book = Around(), CostBook(SETTINGS)
+    around, book = Around(), CostBook(SETTINGS, CLOCK)
     before = around.rates(book)
     for _ in range(20):
         book.learn(around.turn(prefill_alone=False, decode_alone=False))
@@ -125,7 +232,7 @@ async def test_legs_that_waited_are_no_measurements() -> None:
 
 
 async def test_a_pair_without_transfers_is_taken_for_an_average_one() -> None:
-    around, book = Around(), CostBook(SETTINGS)
+    around, book = Around(), CostBook(SETTINGS, CLOCK)
     for _ in range(20):
         book.learn(around.turn())
     assert around.rates(book, prefill=1).transfer == around.rates(book, prefill=0).transfer
@@ -134,7 +241,7 @@ async def test_a_pair_without_transfers_is_taken_for_an_average_one() -> None:
 
 async def test_replicas_share_what_they_learn() -> None:
     around, store = Around(), open_store("memory://")
-    one, other = CostBook(SETTINGS), CostBook(SETTINGS)
+    one, other = CostBook(SETTINGS, CLOCK), CostBook(SETTINGS, CLOCK)
     around.rates(other)
     for _ in range(20):
         one.learn(around.turn())
@@ -142,7 +249,7 @@ async def test_replicas_share_what_they_learn() -> None:
     await other.share(store.estimates)
     assert around.rates(other).prefill.ms(compute_features(900, 1000)) == pytest.approx(50, rel=0.05)
     assert around.rates(other).first_step_ms == pytest.approx(40, rel=0.05)
-    late = CostBook(SETTINGS)
+    late = CostBook(SETTINGS, CLOCK)
     await late.share(store.estimates)
     assert around.rates(late) == around.rates(other)
     await store.close()
@@ -150,13 +257,13 @@ async def test_replicas_share_what_they_learn() -> None:
 
 
 async def test_nonsense_in_the_shared_table_is_left_out() -> None:
-    around, store, book = Around(), open_store("memory://"), CostBook(SETTINGS)
+    around, store, book = Around(), open_store("memory://"), CostBook(SETTINGS, CLOCK)
     before = around.rates(book)
     group = f"{around.served.name}@{around.served.revision}/{around.served.compatibility}"
     await store.estimates.merge(f"prefill/{group}", [-1.0, 1.0, 1.0])
     await store.estimates.merge(f"first_step/{group}", [1.0, 2.0])
     await book.share(store.estimates)
     assert around.rates(book) == before
-    assert around.rates(CostBook(SETTINGS)) == before
+    assert around.rates(CostBook(SETTINGS, CLOCK)) == before
     await store.close()
     await around.pool.stop()

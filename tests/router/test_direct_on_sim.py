@@ -8,6 +8,7 @@ import pytest
 from router_sim import SimClient, SimFleet, ask, ids, sim_fleet
 
 from kvloop.router.app import RouterApp
+from kvloop.router.settings import RouterSettings
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
 from kvloop.v1alpha1 import router_service_pb2, turn_pb2
 
@@ -151,6 +152,26 @@ async def test_costs_are_learnt_and_decide() -> None:
         assert two.way == ("READBACK", "PROVEN")
         assert told.costs.transfer_terms[0] < 1000
         assert told.timings_ms["prefill"] > 0
+        await client.end()
+        await fleet.whole()
+
+
+@pytest.mark.parametrize("others", [0.0, 3.0])
+async def test_a_leg_beside_other_routers_turns_is_no_measurement(others: float) -> None:
+    async with sim_fleet(engine=TIMED) as fleet:
+        app, client = await started(fleet, by_cost=True)
+        history = ids(3000)
+        for worker in (*app.pool.prefill, *app.pool.decode):
+            assert worker.info is not None
+            worker.announced(worker.info.epoch, others, draining=False)
+        one = await client.say(history)
+        await client.say([*history, *one.token_ids, *SUFFIX], request_id="second")
+        costs, seeds = (await explain(client, "second")).costs, RouterSettings.model_fields
+        learnt = (tuple(costs.prefill_terms), costs.first_step_ms) != (
+            pytest.approx(seeds["seed_compute"].default),
+            pytest.approx(seeds["seed_first_step_ms"].default),
+        )
+        assert learnt == (not others)
         await client.end()
         await fleet.whole()
 

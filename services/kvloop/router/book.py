@@ -4,9 +4,10 @@ Computing, the first step and the size of a token's KV belong to a model's group
 pair as well, as soon as that pair has moved something. Reads in both directions use one path, so the hand-
 over of every turn also tells what reading back would take, even while nothing is read back.
 
-A way that looks dear is not taken, and so is not measured again. Two things keep an odd beginning from
-closing a way for good: D counts as fast as P until several DIRECT turns have said otherwise, and the size of
-a token's KV is taken from hand-overs until something was read back.
+A way that looks dear is not taken, and so is not measured again. Three things keep odd measurements from
+closing a way for good: D counts as fast as P until several DIRECT turns have said otherwise, and again when
+none was measured for a while; what is measured after such a silence counts for more than all before it; and
+the size of a token's KV is taken from hand-overs until something was read back.
 
 The shared table holds means of what the replicas learnt. It is a seed for whoever has measured little
 himself, and never in a turn's way: it is read and written in the background.
@@ -24,18 +25,23 @@ from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Turn
 from kvloop.router.worker import DecodeWorker, PrefillWorker
 from kvloop.router.workers import Served
+from kvloop.runtime.clock import Clock
 
 SHARE_INTERVAL_S = 5.0
 MAX_ESTIMATORS = 2048
 EVERY_TURN_UP_TO = 256
 """Turns that are all learnt from; later every fourth is enough."""
 _LATER_EVERY = 4
+SILENT_S = 60.0
+"""When D's computing was not measured for so long, it may be as fast as P again."""
 _ONE = (1.0,)
 
 
 @dataclass(slots=True)
 class _Entry:
     estimator: Estimator
+    measured_at: float
+    """When last, or when it was made."""
     shared: int = 0
     """Measurements that the shared table has."""
 
@@ -43,8 +49,9 @@ class _Entry:
 class CostBook:
     """Estimators by name."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, clock: Clock) -> None:
         self._settings = settings
+        self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._known: dict[str, Terms] = {}
         """What the shared table says."""
@@ -69,10 +76,14 @@ class CostBook:
         computing = self._at(f"prefill/{group}", Terms(seeds.seed_compute)).terms
         at_decode = self._at(f"decode/{group}", computing)
         known = at_decode.settled or f"decode/{group}" in self._known
+        computing_at_decode = at_decode.terms if known else computing
+        if self._is_silent(f"decode/{group}"):
+            cheaper = map(min, computing_at_decode.values, computing.values)
+            computing_at_decode = Terms(tuple(cheaper))
         bytes_, descriptors = self._handed.get(group, seeds.seed_kv)
         return Rates(
             prefill=computing,
-            decode=at_decode.terms if known else computing,
+            decode=computing_at_decode,
             transfer=self._transfer(group, prefill, decode)[-1].terms,
             first_step_ms=self._one(f"first_step/{group}", seeds.seed_first_step_ms),
             bytes_per_token=self._one(f"bytes/{group}", bytes_),
@@ -94,6 +105,8 @@ class CostBook:
         if turn.prefilled is None:
             if turn.decode_alone:
                 features = compute_features(turn.decoded.tokens.d_local, turn.prompt_tokens)
+                if self._is_silent(f"decode/{group}"):
+                    self._entries[f"decode/{group}"].estimator.start_over()
                 self._add(f"decode/{group}", features, first_ms)
             return
         reuse, handoff = turn.prefilled.reuse, turn.decoded.handoff
@@ -135,11 +148,13 @@ class CostBook:
                 await estimates.merge(name, estimator.terms.values, float(fresh))
         told = await estimates.read()
         self._rates.clear()
+        # What the table has forgotten is not known any more.
+        self._known = {}
         for name, estimate in told.items():
             terms = Terms(estimate.values)
             if min(terms.values) < 0:
                 continue
-            if len(self._known) < MAX_ESTIMATORS or name in self._known:
+            if len(self._known) < MAX_ESTIMATORS:
                 self._known[name] = terms
             if name in self._entries:
                 self._entries[name].estimator.reseed(terms)
@@ -158,7 +173,12 @@ class CostBook:
         return [of_group, pair]
 
     def _add(self, name: str, features: tuple[float, ...], ms: float) -> None:
-        self._entries[name].estimator.add(features, ms)
+        entry = self._entries[name]
+        entry.estimator.add(features, ms)
+        entry.measured_at = self._clock.monotonic()
+
+    def _is_silent(self, name: str) -> bool:
+        return self._clock.monotonic() - self._entries[name].measured_at > SILENT_S
 
     def _one(self, name: str, seed: float) -> float:
         return self._at(name, Terms((seed,))).terms.values[0]
@@ -168,7 +188,8 @@ class CostBook:
         if entry is None:
             known = self._known.get(name)
             fits = known is not None and len(known.values) == len(seed.values)
-            entry = self._entries[name] = _Entry(Estimator(known if known is not None and fits else seed))
+            estimator = Estimator(known if known is not None and fits else seed)
+            entry = self._entries[name] = _Entry(estimator, self._clock.monotonic())
         elif entry.estimator.count == 0 and name not in self._known:
             entry.estimator.reseed(seed)
         return entry.estimator

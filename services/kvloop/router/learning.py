@@ -49,13 +49,19 @@ class Estimator:
             self._seed = seed
             self.terms = fit(seed, self._window)
 
+    def start_over(self) -> None:
+        """Have what was measured so far count as a seed alone."""
+        self._seed = self.terms
+        self._window.clear()
+
     def add(self, features: Features, ms: float) -> None:
         """Take one measurement; what can't be one is left out."""
         if not (math.isfinite(ms) and ms > 0 and all(math.isfinite(f) and f >= 0 for f in features)):
             return
         self._window.append((features, ms))
         self.count += 1
-        if not self.settled or self.count % (REFIT_EVERY if self.count < WINDOW else WINDOW) == 0:
+        held = len(self._window)
+        if held < REFIT_EVERY or self.count % (REFIT_EVERY if held < WINDOW else WINDOW) == 0:
             self.terms = fit(self._seed, self._window)
 
 
