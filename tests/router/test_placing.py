@@ -229,7 +229,7 @@ async def test_a_new_life_in_the_registry_is_asked_for_its_facts() -> None:
     assert not worker.ask_now.is_set()
     worker.announced("another", 4.0, draining=False)
     assert worker.ask_now.is_set()
-    assert worker.reported_load == 3.0
+    assert worker.load == 3.0
 
 
 async def test_many_are_asked_in_turn_and_few_all_the_time() -> None:

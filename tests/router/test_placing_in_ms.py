@@ -5,9 +5,11 @@ from collections import Counter
 
 import pytest
 from router_fakes import fake_fleet, until
-from test_workers import pool_of
+from test_workers import CLOCK, pool_of
 
+from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL, TTL_S
 from kvloop.router import placing
+from kvloop.router.worker import AnyWorker
 from kvloop.router.workers import WorkerPool
 
 OWN_MS, STEP_MS = 100.0, 25.0
@@ -84,6 +86,72 @@ async def test_the_worker_with_less_ahead_is_taken_and_the_load_decides_between_
         worker.pending_ms = 90.2
     picks = Counter(pool.pick(served, ahead=AHEAD).prefill is idle for _ in range(2000))
     assert picks[True] < 0.5 * 2000 / count
+    await pool.stop()
+
+
+def say(worker: AnyWorker, load: float) -> None:
+    assert worker.info is not None
+    worker.announced(worker.info.epoch, load, draining=False)
+
+
+async def test_own_turns_that_have_ended_are_not_taken_for_others() -> None:
+    pool = await fleet_of(2)
+    for worker in (pool.prefill[0], pool.decode[0]):
+        worker.in_flight = 6
+        say(worker, 6.0)
+        worker.in_flight = 0
+        assert AHEAD.prefill.of(worker) == AHEAD.decode.of(worker) == worker.load == 0
+    await pool.stop()
+
+
+async def test_own_turns_come_on_top_of_the_others() -> None:
+    pool = await fleet_of(2)
+    for worker, measure, each_ms in (
+        (pool.prefill[0], AHEAD.prefill, OWN_MS),
+        (pool.decode[0], AHEAD.decode, STEP_MS),
+    ):
+        say(worker, 10.0)
+        before = measure.of(worker)
+        worker.in_flight = 3
+        if worker is pool.prefill[0]:
+            worker.pending_ms = 3 * OWN_MS
+        assert measure.of(worker) == before + 3 * each_ms == 13 * each_ms
+        assert worker.load == 13
+    await pool.stop()
+
+
+async def test_what_others_gave_to_p_is_done_as_time_goes_by_and_d_keeps_it() -> None:
+    pool = await fleet_of(2)
+    prefill, decode = pool.prefill[0], pool.decode[0]
+    for left_ms in (1000.0, 300.0, 0.0):
+        for worker in (prefill, decode):
+            # The same reading again: it was said once.
+            say(worker, 10.0)
+        assert AHEAD.prefill.of(prefill) == pytest.approx(left_ms)
+        assert AHEAD.decode.of(decode) == 10 * STEP_MS
+        CLOCK.now += 0.7
+    say(prefill, 4.0)
+    assert AHEAD.prefill.of(prefill) == 4 * OWN_MS
+    # By now it has said so anew.
+    CLOCK.now += TTL_S / ANNOUNCEMENTS_PER_TTL
+    say(prefill, 4.0)
+    assert AHEAD.prefill.of(prefill) == 4 * OWN_MS
+    await pool.stop()
+
+
+@pytest.mark.parametrize(("here", "there", "both"), [(8.0, 9.0, True), (0.0, 1.0, False), (6.0, 9.0, False)])
+async def test_not_every_router_runs_to_the_one_that_said_a_little_less(
+    here: float, there: float, both: bool
+) -> None:
+    pool = await fleet_of(2)
+    served = pool.resolve("m", "")
+    for workers in (pool.prefill, pool.decode):
+        say(workers[0], here)
+        say(workers[1], there)
+    pairs = [pool.pick(served, ahead=AHEAD) for _ in range(100)]
+    assert (len({pair.prefill for pair in pairs}) == 2) == both
+    assert (len({pair.decode for pair in pairs}) == 2) == both
+    assert both or (pairs[0].prefill, pairs[0].decode) == (pool.prefill[0], pool.decode[0])
     await pool.stop()
 
 

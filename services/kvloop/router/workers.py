@@ -379,10 +379,7 @@ class WorkerPool:
                 workers[-1],
             )
         )
-        ranks = measure.rank(one), measure.rank(other)
-        if ranks[0] == ranks[1]:
-            return self._rng.choice((one, other))
-        return one if ranks[0] < ranks[1] else other
+        return measure.better(one, other, self._rng)
 
     def _pairs_ready(self, served: Served) -> tuple[int, int]:
         group, now = self._group_of(served), self._clock.monotonic()
