@@ -17,7 +17,7 @@ from kvloop.runtime.clock import SystemClock
 from kvloop.v1alpha1 import decode_service_pb2, prefill_service_pb2, worker_pb2
 
 CLOCK = ManualClock()
-SETTINGS = RouterSettings(prefill_endpoints=("p:1", "q:1"), decode_endpoints=("d:1",))
+SETTINGS = RouterSettings(prefill_endpoints=("p:1", "q:1"), decode_endpoints=("d:1", "e:1"))
 MIB = 1 << 20
 
 
@@ -28,11 +28,12 @@ class Around:
         self.pool = WorkerPool(SETTINGS, SystemClock())
         for worker in self.pool.prefill:
             worker.learned(make_info(worker_pb2.WORKER_ROLE_PREFILL, worker.endpoint))
-        self.pool.decode[0].learned(make_info(worker_pb2.WORKER_ROLE_DECODE, "d"))
+        for worker in self.pool.decode:
+            worker.learned(make_info(worker_pb2.WORKER_ROLE_DECODE, worker.endpoint))
         self.served = self.pool.resolve("", "")
 
-    def rates(self, book: CostBook, prefill: int = 0) -> Rates:
-        return book.rates(self.served, self.pool.prefill[prefill], self.pool.decode[0])
+    def rates(self, book: CostBook, prefill: int = 0, decode: int = 0) -> Rates:
+        return book.rates(self.served, self.pool.prefill[prefill], self.pool.decode[decode])
 
     def turn(self, **changes: Any) -> Any:
         """Return a turn of 1000 tokens: 900 read in 30 ms, 100 computed in 50, 10 ms moved, 40 to start."""
@@ -46,6 +47,7 @@ class Around:
         values: dict[str, Any] = {
             "served": self.served,
             "pair": Pair(self.pool.prefill[0], self.pool.decode[0]),
+            "holder": self.pool.decode[0],
             "prompt_tokens": 1000,
             "prefilled": prefilled,
             "decoded": decoded,
@@ -236,6 +238,23 @@ async def test_a_pair_without_transfers_is_taken_for_an_average_one() -> None:
     for _ in range(20):
         book.learn(around.turn())
     assert around.rates(book, prefill=1).transfer == around.rates(book, prefill=0).transfer
+    await around.pool.stop()
+
+
+async def test_a_read_tells_of_whom_it_was_read_from() -> None:
+    around, book = Around(), CostBook(SETTINGS, CLOCK)
+    read, handed = (1.0, 900.0 * MIB, 90.0), (1.0, 300.0 * MIB, 30.0)
+    for _ in range(20):
+        turn = around.turn(holder=around.pool.decode[1])
+        turn.prefilled.reuse.readback.duration_ms = 300.0
+        book.learn(turn)
+    assert around.rates(book, decode=1).transfer.ms(read) == pytest.approx(300, rel=0.02)
+    assert around.rates(book, decode=0).transfer.ms(handed) == pytest.approx(10, rel=0.02)
+    # A holder that failed meanwhile is none any more.
+    other = CostBook(SETTINGS, CLOCK)
+    for _ in range(20):
+        other.learn(around.turn(holder=None))
+    assert around.rates(other, decode=0).transfer.ms(read) == pytest.approx(30, rel=0.1)
     await around.pool.stop()
 
 

@@ -110,10 +110,12 @@ class CostBook:
                 self._add(f"decode/{group}", features, first_ms)
             return
         reuse, handoff = turn.prefilled.reuse, turn.decoded.handoff
-        for transfer in (reuse.readback, handoff):
+        # P reads from the holder, which need not be who decodes.
+        moved = ((reuse.readback, turn.holder or turn.pair.decode), (handoff, turn.pair.decode))
+        for transfer, decode in moved:
             if transfer.bytes and transfer.duration_ms > 0:
                 features = transfer_features(transfer.bytes, transfer.descriptors)
-                for estimator in self._transfer(group, turn.pair.prefill, turn.pair.decode):
+                for estimator in self._transfer(group, turn.pair.prefill, decode):
                     estimator.add(features, transfer.duration_ms)
         if handoff.bytes and reuse.tokens.computed == turn.prompt_tokens:
             # D may have had a part already: then this says too little, and a read is tried and measured.
