@@ -1,5 +1,6 @@
 """What a router learns of its turns, and what replicas tell each other."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +9,11 @@ from router_fakes import make_info
 from test_workers import ManualClock
 
 from kvloop.metastore.factory import open_store
+from kvloop.router import book as book_module
+from kvloop.router import learning
 from kvloop.router.book import SILENT_S, CostBook
-from kvloop.router.costs import Rates, Work, compute_features, expected
-from kvloop.router.learning import REFIT_EVERY
+from kvloop.router.costs import Rates, Terms, Work, compute_features, expected
+from kvloop.router.learning import REFIT_EVERY, fit
 from kvloop.router.settings import RouterSettings
 from kvloop.router.workers import Pair, WorkerPool
 from kvloop.runtime.clock import SystemClock
@@ -31,6 +34,9 @@ class Around:
         for worker in self.pool.decode:
             worker.learned(make_info(worker_pb2.WORKER_ROLE_DECODE, worker.endpoint))
         self.served = self.pool.resolve("", "")
+
+    def book(self, clock: ManualClock = CLOCK) -> CostBook:
+        return CostBook(SETTINGS, self.pool, clock)
 
     def rates(self, book: CostBook, prefill: int = 0, decode: int = 0) -> Rates:
         return book.rates(self.served, self.pool.prefill[prefill], self.pool.decode[decode])
@@ -60,7 +66,8 @@ class Around:
 
 
 async def test_every_number_of_a_turn_is_used() -> None:
-    around, book = Around(), CostBook(SETTINGS, CLOCK)
+    around = Around()
+    book = around.book()
     for _ in range(20):
         book.learn(around.turn())
     rates = around.rates(book)
@@ -74,7 +81,8 @@ async def test_every_number_of_a_turn_is_used() -> None:
 
 
 async def test_a_direct_turn_tells_what_computing_takes_at_d() -> None:
-    around, book = Around(), CostBook(SETTINGS, CLOCK)
+    around = Around()
+    book = around.book()
     decoded = decode_service_pb2.DecodeSummary()
     decoded.tokens.d_local, decoded.tokens.computed = 960, 40
     before = around.rates(book)
@@ -87,12 +95,8 @@ async def test_a_direct_turn_tells_what_computing_takes_at_d() -> None:
 
 
 async def test_an_odd_first_direct_turn_does_not_close_the_way() -> None:
-    around, book, other, store = (
-        Around(),
-        CostBook(SETTINGS, CLOCK),
-        CostBook(SETTINGS, CLOCK),
-        open_store("memory://"),
-    )
+    around, store = Around(), open_store("memory://")
+    book, other = around.book(), around.book()
     decoded = decode_service_pb2.DecodeSummary()
     decoded.tokens.d_local, decoded.tokens.computed = 960, 40
     slow = {"prefilled": None, "decoded": decoded, "decode_first_at": 15.0}
@@ -112,7 +116,7 @@ class Spells:
 
     def __init__(self) -> None:
         self.around, self.clock = Around(), ManualClock()
-        self.books = [CostBook(SETTINGS, self.clock)]
+        self.books = [self.around.book(self.clock)]
 
     def direct(self, ms: float, book: int = 0) -> None:
         decoded = decode_service_pb2.DecodeSummary()
@@ -179,7 +183,7 @@ async def test_what_a_bad_spell_has_told_others_is_tried_too() -> None:
     for _ in range(20):
         spells.read_back()
     await spells.books[0].share(store.estimates)
-    spells.books.append(CostBook(SETTINGS, spells.clock))
+    spells.books.append(spells.around.book(spells.clock))
     await spells.books[1].share(store.estimates)
     assert not spells.is_open(1)
     spells.clock.now += SILENT_S + 1.0
@@ -194,7 +198,8 @@ async def test_what_a_bad_spell_has_told_others_is_tried_too() -> None:
 
 
 async def test_what_the_shared_table_has_forgotten_is_not_known_any_more() -> None:
-    around, store, book = Around(), open_store("memory://"), CostBook(SETTINGS, CLOCK)
+    around, store = Around(), open_store("memory://")
+    book = around.book()
     group = f"{around.served.name}@{around.served.revision}/{around.served.compatibility}"
     await store.estimates.merge(f"decode/{group}", [500.0, 0.0, 0.0])
     await book.share(store.estimates)
@@ -208,7 +213,8 @@ async def test_what_the_shared_table_has_forgotten_is_not_known_any_more() -> No
 
 
 async def test_a_hand_over_tells_the_size_of_kv_until_something_was_read_back() -> None:
-    around, book = Around(), CostBook(SETTINGS, CLOCK)
+    around = Around()
+    book = around.book()
     cold = around.turn()
     cold.prefilled.reuse.Clear()
     cold.prefilled.reuse.tokens.computed = 1000
@@ -223,7 +229,8 @@ async def test_a_hand_over_tells_the_size_of_kv_until_something_was_read_back() 
 
 
 async def test_legs_that_waited_are_no_measurements() -> None:
-    around, book = Around(), CostBook(SETTINGS, CLOCK)
+    around = Around()
+    book = around.book()
     before = around.rates(book)
     for _ in range(20):
         book.learn(around.turn(prefill_alone=False, decode_alone=False))
@@ -234,7 +241,8 @@ async def test_legs_that_waited_are_no_measurements() -> None:
 
 
 async def test_a_pair_without_transfers_is_taken_for_an_average_one() -> None:
-    around, book = Around(), CostBook(SETTINGS, CLOCK)
+    around = Around()
+    book = around.book()
     for _ in range(20):
         book.learn(around.turn())
     assert around.rates(book, prefill=1).transfer == around.rates(book, prefill=0).transfer
@@ -242,7 +250,8 @@ async def test_a_pair_without_transfers_is_taken_for_an_average_one() -> None:
 
 
 async def test_a_read_tells_of_whom_it_was_read_from() -> None:
-    around, book = Around(), CostBook(SETTINGS, CLOCK)
+    around = Around()
+    book = around.book()
     read, handed = (1.0, 900.0 * MIB, 90.0), (1.0, 300.0 * MIB, 30.0)
     for _ in range(20):
         turn = around.turn(holder=around.pool.decode[1])
@@ -251,7 +260,7 @@ async def test_a_read_tells_of_whom_it_was_read_from() -> None:
     assert around.rates(book, decode=1).transfer.ms(read) == pytest.approx(300, rel=0.02)
     assert around.rates(book, decode=0).transfer.ms(handed) == pytest.approx(10, rel=0.02)
     # A holder that failed meanwhile is none any more.
-    other = CostBook(SETTINGS, CLOCK)
+    other = around.book()
     for _ in range(20):
         other.learn(around.turn(holder=None))
     assert around.rates(other, decode=0).transfer.ms(read) == pytest.approx(30, rel=0.1)
@@ -260,7 +269,7 @@ async def test_a_read_tells_of_whom_it_was_read_from() -> None:
 
 async def test_replicas_share_what_they_learn() -> None:
     around, store = Around(), open_store("memory://")
-    one, other = CostBook(SETTINGS, CLOCK), CostBook(SETTINGS, CLOCK)
+    one, other = around.book(), around.book()
     around.rates(other)
     for _ in range(20):
         one.learn(around.turn())
@@ -268,21 +277,94 @@ async def test_replicas_share_what_they_learn() -> None:
     await other.share(store.estimates)
     assert around.rates(other).prefill.ms(compute_features(900, 1000)) == pytest.approx(50, rel=0.05)
     assert around.rates(other).first_step_ms == pytest.approx(40, rel=0.05)
-    late = CostBook(SETTINGS, CLOCK)
+    late = around.book()
     await late.share(store.estimates)
     assert around.rates(late) == around.rates(other)
     await store.close()
     await around.pool.stop()
 
 
+async def test_pairs_are_forgotten_with_their_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    around, store = Around(), open_store("memory://")
+    monkeypatch.setattr(book_module, "MAX_ESTIMATORS", 40)
+    book, late = around.book(), around.book()
+    pairs = list(itertools.product(around.pool.prefill, around.pool.decode))
+    for generation in range(20):
+        for worker in (*around.pool.prefill, *around.pool.decode):
+            assert worker.info is not None
+            info = make_info(worker.info.role, worker.endpoint)
+            # A model's name has a slash, and a worker's may have one.
+            info.worker_id, info.model.name = f"{worker.endpoint}/{generation}", "lab/m"
+            worker.learned(info)
+        around.served = around.pool.resolve("", "")
+        for number, (prefill, decode) in enumerate(pairs, 1):
+            # Of later turns not every one is learnt from.
+            for _ in range(4 * REFIT_EVERY):
+                turn = around.turn(pair=Pair(prefill, decode), holder=decode)
+                turn.prefilled.reuse.readback.duration_ms *= number
+                turn.decoded.handoff.duration_ms *= number
+                book.learn(turn)
+        await book.share(store.estimates)
+        await late.share(store.estimates)
+    assert len(book) == len(pairs)
+    told = await store.estimates.read()
+    assert sum(name.startswith("transfer/") for name in told) == 1 + 20 * len(pairs)
+    for number, (prefill, decode) in enumerate(pairs, 1):
+        for learnt in (book, late):
+            ms = learnt.rates(around.served, prefill, decode).transfer.ms((1.0, 900.0 * MIB, 90.0))
+            assert ms == pytest.approx(30 * number, rel=0.1)
+    await store.close()
+    await around.pool.stop()
+
+
+async def test_a_full_memory_of_pairs_shuts_out_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    around, store = Around(), open_store("memory://")
+    monkeypatch.setattr(book_module, "MAX_ESTIMATORS", 2)
+    group = f"{around.served.name}@{around.served.revision}/{around.served.compatibility}"
+    for prefill in around.pool.prefill:
+        for decode in around.pool.decode:
+            name = f"transfer/{group}/{prefill.name}/{decode.name}"
+            await store.estimates.merge(name, [5.0, 0.0, 0.0])
+    for kind in ("transfer", "prefill", "decode"):
+        await store.estimates.merge(f"{kind}/{group}", [500.0, 0.0, 0.0])
+    book = around.book()
+    await book.share(store.estimates)
+    rates = book.rates(around.served, None, None)
+    assert {rates.transfer.values, rates.prefill.values, rates.decode.values} == {(500.0, 0.0, 0.0)}
+    await store.close()
+    await around.pool.stop()
+
+
+async def test_what_others_say_is_worked_out_for_those_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    around, store = Around(), open_store("memory://")
+    book, fits = around.book(), list[Terms]()
+    for prefill in around.pool.prefill:
+        for decode in around.pool.decode:
+            book.learn(around.turn(pair=Pair(prefill, decode), holder=decode))
+    group = f"{around.served.name}@{around.served.revision}/{around.served.compatibility}"
+    for name in ("p:1/d:1", "p:1/e:1", "q:1/d:1", "q:1/e:1"):
+        await store.estimates.merge(f"transfer/{group}/{name}", [60.0, 3e-9, 0.01])
+    before = around.rates(book)
+    monkeypatch.setattr(learning, "fit", lambda seed, samples: (fits.append(seed), fit(seed, samples))[1])
+    await book.share(store.estimates)
+    assert not fits
+    assert around.rates(book).transfer != before.transfer
+    assert fits == [Terms((60.0, 3e-9, 0.01))]
+    await store.close()
+    await around.pool.stop()
+
+
 async def test_nonsense_in_the_shared_table_is_left_out() -> None:
-    around, store, book = Around(), open_store("memory://"), CostBook(SETTINGS, CLOCK)
+    around, store = Around(), open_store("memory://")
+    book = around.book()
     before = around.rates(book)
     group = f"{around.served.name}@{around.served.revision}/{around.served.compatibility}"
     await store.estimates.merge(f"prefill/{group}", [-1.0, 1.0, 1.0])
     await store.estimates.merge(f"first_step/{group}", [1.0, 2.0])
     await book.share(store.estimates)
     assert around.rates(book) == before
-    assert around.rates(CostBook(SETTINGS, CLOCK)) == before
+    assert around.rates(around.book()) == before
     await store.close()
     await around.pool.stop()
