@@ -107,6 +107,11 @@ class Homes:
             found = self._ranked[slot] = [worker for _, worker in best]
         return found
 
+    def among(self, workers: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:
+        """Return the one of some of the workers that is a conversation's home."""
+        first = next((worker for worker in self.ranked(home) if worker in workers), None)
+        return first or at_home(workers, home)
+
 
 def at_home(workers: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:
     """Return the one of some workers that is a conversation's home."""

@@ -228,7 +228,7 @@ class WorkerPool:
         able = [worker for worker in group.prefills if worker.ready]
         if not able:
             return None
-        at_home = placing.at_home(able, home) if home else None
+        at_home = group.homes.among(able, home) if home else None
         favourite = placing.unless_overloaded(at_home, able, _PREFILL_OVERLOADED_BY, measure)
         return favourite or min(able, key=measure.rank)
 
@@ -293,7 +293,8 @@ class WorkerPool:
         decodes = [w for w in decodes if w not in avoid] or decodes
         if len(self.pairs):
             prefills = [w for w in prefills if not all(self.pairs.rests(d, w) for d in decodes)] or prefills
-        prefill = self._place_prefill(prefills, home, ahead.prefill)
+        favourite = group.homes.among(prefills, home) if home else None
+        prefill = self._place_prefill(prefills, favourite, ahead.prefill)
         decodes = [w for w in decodes if not self.pairs.rests(w, prefill)] or decodes
         return Pair(prefill, self._place_decode(decodes, prefer_decode, ahead.decode))
 
@@ -355,10 +356,9 @@ class WorkerPool:
         return [*self.prefill, *self.decode]
 
     def _place_prefill(
-        self, prefills: Sequence[PrefillWorker], home: bytes, measure: placing.Measure
+        self, prefills: Sequence[PrefillWorker], at_home: PrefillWorker | None, measure: placing.Measure
     ) -> PrefillWorker:
-        favourite = placing.at_home(prefills, home) if home else None
-        home_worker = placing.unless_overloaded(favourite, prefills, _PREFILL_OVERLOADED_BY, measure)
+        home_worker = placing.unless_overloaded(at_home, prefills, _PREFILL_OVERLOADED_BY, measure)
         return home_worker or self._least_loaded(prefills, measure)
 
     def _place_decode(
