@@ -156,6 +156,20 @@ async def test_costs_are_learnt_and_decide() -> None:
         await fleet.whole()
 
 
+async def test_a_turn_goes_to_the_decode_worker_that_is_less_full() -> None:
+    async with sim_fleet(decodes=2) as fleet:
+        app, client = await started(fleet)
+        for worker, capacity in zip(app.pool.decode, (32, 256), strict=True):
+            assert worker.info is not None
+            worker.announced(worker.info.epoch, 30.0, draining=False, capacity=capacity)
+        for number in range(6):
+            answer = await client.say(ids(50, number), f"c{number}")
+            assert answer.summary is not None
+            assert answer.summary.decode_worker == app.pool.decode[1].name
+            await client.end(f"c{number}")
+        await fleet.whole()
+
+
 @pytest.mark.parametrize("others", [0.0, 3.0])
 async def test_a_leg_beside_other_routers_turns_is_no_measurement(others: float) -> None:
     async with sim_fleet(engine=TIMED) as fleet:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from router_fakes import fake_fleet, until
-from test_workers import CLOCK, pool_of
+from test_workers import CLOCK, DECODE, learn, pool_of
 
 from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL, TTL_S
 from kvloop.router import placing
@@ -89,9 +89,9 @@ async def test_the_worker_with_less_ahead_is_taken_and_the_load_decides_between_
     await pool.stop()
 
 
-def say(worker: AnyWorker, load: float) -> None:
+def say(worker: AnyWorker, load: float, capacity: int = 0) -> None:
     assert worker.info is not None
-    worker.announced(worker.info.epoch, load, draining=False)
+    worker.announced(worker.info.epoch, load, draining=False, capacity=capacity)
 
 
 async def test_own_turns_that_have_ended_are_not_taken_for_others() -> None:
@@ -203,4 +203,28 @@ async def test_a_verdict_calls_a_holder_overloaded_where_placing_leaves_it(
         worker.in_flight, worker.draining = 0, worker is not holder
     holder.in_flight = 100
     assert not pool.is_overloaded(served, holder, AHEAD.decode)
+    await pool.stop()
+
+
+@SIZES
+async def test_of_two_with_as_many_turns_the_larger_one_has_less_to_do(count: int) -> None:
+    pool = await fleet_of(count)
+    served, (small, large, *others) = pool.resolve("m", ""), pool.decode
+    for worker in (large, *others):
+        say(worker, 30.0, capacity=256)
+    # Not all have said how much they take.
+    assert pool.least_capacity(served) == 0
+    say(small, 30.0, capacity=32)
+    assert pool.least_capacity(served) == 32
+    measure = placing.decode_ms(STEP_MS, pool.least_capacity(served))
+    assert measure.of(small) == 8 * measure.of(large) == 30 * STEP_MS
+    ahead = placing.Ahead(AHEAD.prefill, measure)
+    decodes = [pool.pick(served, ahead=ahead).decode for _ in range(200)]
+    assert decodes.count(small) <= 200 // count
+    assert pool.pick(served, prefer_decode=small, ahead=ahead).decode is not small
+    assert pool.pick(served, prefer_decode=large, ahead=ahead).decode is large
+    # What its next life takes it has not said yet.
+    learn(small, DECODE, epoch="next")
+    assert pool.least_capacity(served) == 0
+    assert measure.of(small) == 0
     await pool.stop()

@@ -82,11 +82,23 @@ def prefill_ms(own_ms: float) -> Measure:
     return Measure(lambda worker: worker.pending_ms + worker.others_ms(own_ms), own_ms)
 
 
-def decode_ms(step_ms: float) -> Measure:
-    """Return the measure for a decode leg: a turn there counts a step, a DIRECT one its prompt as well."""
+def decode_ms(step_ms: float, least_capacity: float = 0.0) -> Measure:
+    """Return the measure for a decode leg: a turn there counts a step, a DIRECT one its prompt as well.
+
+    least_capacity: of the workers that are compared; larger ones have as much to do when they are as full. 0:
+    not all are known.
+    """
     if step_ms <= 0:
         return TURNS
-    return Measure(lambda worker: worker.pending_ms + worker.load * step_ms, step_ms)
+    if least_capacity <= 0:
+        return Measure(lambda worker: worker.pending_ms + worker.load * step_ms, step_ms)
+
+    def ahead(worker: AnyWorker) -> float:
+        # One that has begun a new life since has not said yet.
+        share = least_capacity / (worker.capacity or least_capacity)
+        return worker.pending_ms + worker.load * share * step_ms
+
+    return Measure(ahead, step_ms)
 
 
 class Homes:

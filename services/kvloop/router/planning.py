@@ -122,7 +122,8 @@ def verdict(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
 
 def decode_ahead(turn: Turn, tools: Tools) -> placing.Measure:
     """Return how much is ahead of a turn at decode workers."""
-    return placing.decode_ms(tools.book.rates(turn.served, None, None).first_step_ms)
+    rates = tools.book.rates(turn.served, None, None)
+    return placing.decode_ms(rates.first_step_ms, tools.pool.least_capacity(turn.served))
 
 
 def _work(

@@ -118,6 +118,8 @@ class Worker(Generic[L]):
         """Turns of this router's that have a place there, their legs begun or not."""
         self.draining = False
         """Said to take no new turns; what it holds can still be read."""
+        self.capacity = 0.0
+        """Turns that it takes at a time, as it says; 0: not known."""
         self.pending_ms = 0.0
         """Work sent there that has not ended yet, as it was expected to take."""
         self.direct_tokens = 0
@@ -185,14 +187,14 @@ class Worker(Generic[L]):
         if before is not None and before.epoch != info.epoch:
             # A new life: what the former one did wrong says nothing about it.
             self._failures, self._paused_until = 0, 0.0
-            self._reported_load, self._others, self.draining = 0.0, 0.0, False
+            self._reported_load, self._others, self.capacity, self.draining = 0.0, 0.0, 0.0, False
             _log.info("worker_restarted", worker=self.name, endpoint=self.endpoint)
         changed = before is None or _facts(before) != _facts(info)
         if changed:
             self.on_facts()
         return changed or not answered
 
-    def announced(self, epoch: str, load: float, *, draining: bool) -> None:
+    def announced(self, epoch: str, load: float, *, draining: bool, capacity: float = 0) -> None:
         """Take in what the worker says of itself in the registry, if it is this life that said it.
 
         Another life is asked for its facts. What is read twice was not said twice: the load was what it was.
@@ -204,6 +206,9 @@ class Worker(Generic[L]):
                 self._others = max(0.0, load - self.in_flight)
                 self._reported_load, self._reported_at = load, now
             self._confirmed_at = now
+            if capacity >= 0 and capacity != self.capacity:
+                self.capacity = capacity
+                self.on_facts()
         elif self.info is not None:
             self.ask_now.set()
 

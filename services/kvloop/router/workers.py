@@ -80,6 +80,8 @@ class _Group:
     decodes: list[DecodeWorker]
     homes: placing.Homes
     known: frozenset[DecodeWorker]
+    least_capacity: float
+    """Of a decode worker; 0 unless all have said theirs."""
 
     @property
     def large(self) -> bool:
@@ -232,6 +234,10 @@ class WorkerPool:
         favourite = placing.unless_overloaded(at_home, able, _PREFILL_OVERLOADED_BY, measure)
         return favourite or min(able, key=measure.rank)
 
+    def least_capacity(self, served: Served) -> float:
+        """Return the turns that the smallest decode worker takes at a time; 0 unless all have said theirs."""
+        return self._group_of(served).least_capacity
+
     def is_overloaded(self, served: Served, holder: DecodeWorker, measure: placing.Measure) -> bool:
         """Tell whether a turn is rather given to another decode worker than to its holder."""
         if measure.of(holder) <= _OVERLOADED_BY * measure.one:
@@ -339,7 +345,13 @@ class WorkerPool:
             homes = self._homes.get(served)
             if homes is None or homes.workers != prefills:
                 homes = placing.Homes(prefills)
-            group = self._groups[served] = _Group(prefills, decodes, homes, frozenset(decodes))
+            group = self._groups[served] = _Group(
+                prefills,
+                decodes,
+                homes,
+                frozenset(decodes),
+                min((worker.capacity for worker in decodes), default=0.0),
+            )
             if len(self._homes) >= _MAX_HOMES:
                 self._homes.clear()
             self._homes[served] = homes
