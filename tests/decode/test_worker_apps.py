@@ -127,10 +127,12 @@ async def test_a_process_ends_when_its_engine_stays_dead(role: Role, monkeypatch
         return "w" in await store.registry.workers()
 
     await until(up)
+    said = (await store.registry.workers())["w"]
     engine.faults.kill()
     with pytest.raises(ServerError, match="the engine is dead"):
         async with asyncio.timeout(10):
             await serving
+    assert said.capacity == SimulatedSettings().max_num_seqs
     await store.close()
 
 

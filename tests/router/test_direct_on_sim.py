@@ -8,6 +8,7 @@ import pytest
 from router_sim import SimClient, SimFleet, ask, ids, sim_fleet
 
 from kvloop.router.app import RouterApp
+from kvloop.router.settings import RouterSettings
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
 from kvloop.v1alpha1 import router_service_pb2, turn_pb2
 
@@ -117,6 +118,25 @@ async def test_a_cancelled_direct_turn_leaves_nothing() -> None:
         assert all(worker.direct_tokens == worker.pending_ms == 0 for worker in app.pool.decode)
 
 
+@pytest.mark.parametrize("by_cost", [False, True])
+async def test_a_holder_with_much_to_do_is_left(by_cost: bool) -> None:
+    async with sim_fleet(decodes=2, engine=CACHED | TIMED) as fleet:
+        app, client = await started(fleet, direct=True, by_cost=by_cost)
+        one = await client.say(ids(40), max_tokens=200)
+        prompt = [*ids(40), *one.token_ids, *SUFFIX]
+        assert one.summary is not None
+        [holder] = [worker for worker in app.pool.decode if worker.name == one.summary.decode_worker]
+        assert holder.info is not None
+        holder.announced(holder.info.epoch, 40.0, draining=False)
+        two = await client.say(prompt)
+        assert two.summary is not None
+        assert two.way == ("READBACK", "PROVEN")
+        assert two.summary.decode_worker not in {"", holder.name}
+        assert two.token_ids == await client.cold(prompt)
+        await client.end()
+        await fleet.whole()
+
+
 async def test_costs_are_learnt_and_decide() -> None:
     async with sim_fleet(engine=TIMED) as fleet:
         # By this seed reading takes for ever.
@@ -132,6 +152,40 @@ async def test_costs_are_learnt_and_decide() -> None:
         assert two.way == ("READBACK", "PROVEN")
         assert told.costs.transfer_terms[0] < 1000
         assert told.timings_ms["prefill"] > 0
+        await client.end()
+        await fleet.whole()
+
+
+async def test_a_turn_goes_to_the_decode_worker_that_is_less_full() -> None:
+    async with sim_fleet(decodes=2) as fleet:
+        app, client = await started(fleet)
+        for worker, capacity in zip(app.pool.decode, (32, 256), strict=True):
+            assert worker.info is not None
+            worker.announced(worker.info.epoch, 30.0, draining=False, capacity=capacity)
+        for number in range(6):
+            answer = await client.say(ids(50, number), f"c{number}")
+            assert answer.summary is not None
+            assert answer.summary.decode_worker == app.pool.decode[1].name
+            await client.end(f"c{number}")
+        await fleet.whole()
+
+
+@pytest.mark.parametrize("others", [0.0, 3.0])
+async def test_a_leg_beside_other_routers_turns_is_no_measurement(others: float) -> None:
+    async with sim_fleet(engine=TIMED) as fleet:
+        app, client = await started(fleet, by_cost=True)
+        history = ids(3000)
+        for worker in (*app.pool.prefill, *app.pool.decode):
+            assert worker.info is not None
+            worker.announced(worker.info.epoch, others, draining=False)
+        one = await client.say(history)
+        await client.say([*history, *one.token_ids, *SUFFIX], request_id="second")
+        costs, seeds = (await explain(client, "second")).costs, RouterSettings.model_fields
+        learnt = (tuple(costs.prefill_terms), costs.first_step_ms) != (
+            pytest.approx(seeds["seed_compute"].default),
+            pytest.approx(seeds["seed_first_step_ms"].default),
+        )
+        assert learnt == (not others)
         await client.end()
         await fleet.whole()
 

@@ -122,8 +122,9 @@ async def test_a_load_counts_no_longer_than_it_is_announced() -> None:
     pool = WorkerPool(RouterSettings(prefill_endpoints=("p:1",), decode_endpoints=("d:1",)), clock)
     discovery, worker = Discovery(pool), pool.decode[0]
     meet(worker, "decode")
-    busy = registry(told("decode", "d:1", load=40.0))
+    busy = registry(told("decode", "d:1", load=40.0, capacity=64))
     await discovery.apply(busy)
+    assert worker.capacity == 64
     clock.now += TTL_S
     assert worker.load == 40.0
     await discovery.apply(busy)

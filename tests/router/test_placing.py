@@ -86,6 +86,30 @@ async def test_whoever_stands_in_for_a_home_is_the_same_for_all_routers() -> Non
     await pool.stop()
 
 
+@pytest.mark.parametrize("count", [3, placing.FEW, MANY])
+async def test_homes_are_worked_out_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = await many(count, count)
+    served, home = pool.resolve("m", ""), homes(1)[0]
+    chosen = pool.pick(served, home=home).prefill
+    hashed: list[bytes] = []
+    monkeypatch.setattr(placing, "_number", hashed.append)
+    assert pool.pick(served, home=home).prefill is pool.likely_prefill(served, home) is chosen
+    assert not hashed
+    await pool.stop()
+
+
+async def test_whoever_stands_in_for_many_homes_is_the_same_for_all_routers() -> None:
+    pool = await many(placing.FEW, placing.FEW)
+    served = pool.resolve("m", "")
+    for worker in pool.prefill[4:]:
+        worker.draining = True
+    ready = pool.prefill[:4]
+    for home in homes(100):
+        chosen = placing.at_home(ready, home)
+        assert pool.pick(served, home=home).prefill is pool.likely_prefill(served, home) is chosen
+    await pool.stop()
+
+
 async def test_a_restart_in_place_moves_nobody_and_is_seen() -> None:
     pool = await many()
     served = pool.resolve("m", "")
@@ -229,7 +253,7 @@ async def test_a_new_life_in_the_registry_is_asked_for_its_facts() -> None:
     assert not worker.ask_now.is_set()
     worker.announced("another", 4.0, draining=False)
     assert worker.ask_now.is_set()
-    assert worker.reported_load == 3.0
+    assert worker.load == 3.0
 
 
 async def test_many_are_asked_in_turn_and_few_all_the_time() -> None:

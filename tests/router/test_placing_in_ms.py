@@ -5,9 +5,11 @@ from collections import Counter
 
 import pytest
 from router_fakes import fake_fleet, until
-from test_workers import pool_of
+from test_workers import CLOCK, DECODE, learn, pool_of
 
+from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL, TTL_S
 from kvloop.router import placing
+from kvloop.router.worker import AnyWorker
 from kvloop.router.workers import WorkerPool
 
 OWN_MS, STEP_MS = 100.0, 25.0
@@ -87,6 +89,72 @@ async def test_the_worker_with_less_ahead_is_taken_and_the_load_decides_between_
     await pool.stop()
 
 
+def say(worker: AnyWorker, load: float, capacity: int = 0) -> None:
+    assert worker.info is not None
+    worker.announced(worker.info.epoch, load, draining=False, capacity=capacity)
+
+
+async def test_own_turns_that_have_ended_are_not_taken_for_others() -> None:
+    pool = await fleet_of(2)
+    for worker in (pool.prefill[0], pool.decode[0]):
+        worker.in_flight = 6
+        say(worker, 6.0)
+        worker.in_flight = 0
+        assert AHEAD.prefill.of(worker) == AHEAD.decode.of(worker) == worker.load == 0
+    await pool.stop()
+
+
+async def test_own_turns_come_on_top_of_the_others() -> None:
+    pool = await fleet_of(2)
+    for worker, measure, each_ms in (
+        (pool.prefill[0], AHEAD.prefill, OWN_MS),
+        (pool.decode[0], AHEAD.decode, STEP_MS),
+    ):
+        say(worker, 10.0)
+        before = measure.of(worker)
+        worker.in_flight = 3
+        if worker is pool.prefill[0]:
+            worker.pending_ms = 3 * OWN_MS
+        assert measure.of(worker) == before + 3 * each_ms == 13 * each_ms
+        assert worker.load == 13
+    await pool.stop()
+
+
+async def test_what_others_gave_to_p_is_done_as_time_goes_by_and_d_keeps_it() -> None:
+    pool = await fleet_of(2)
+    prefill, decode = pool.prefill[0], pool.decode[0]
+    for left_ms in (1000.0, 300.0, 0.0):
+        for worker in (prefill, decode):
+            # The same reading again: it was said once.
+            say(worker, 10.0)
+        assert AHEAD.prefill.of(prefill) == pytest.approx(left_ms)
+        assert AHEAD.decode.of(decode) == 10 * STEP_MS
+        CLOCK.now += 0.7
+    say(prefill, 4.0)
+    assert AHEAD.prefill.of(prefill) == 4 * OWN_MS
+    # By now it has said so anew.
+    CLOCK.now += TTL_S / ANNOUNCEMENTS_PER_TTL
+    say(prefill, 4.0)
+    assert AHEAD.prefill.of(prefill) == 4 * OWN_MS
+    await pool.stop()
+
+
+@pytest.mark.parametrize(("here", "there", "both"), [(8.0, 9.0, True), (0.0, 1.0, False), (6.0, 9.0, False)])
+async def test_not_every_router_runs_to_the_one_that_said_a_little_less(
+    here: float, there: float, both: bool
+) -> None:
+    pool = await fleet_of(2)
+    served = pool.resolve("m", "")
+    for workers in (pool.prefill, pool.decode):
+        say(workers[0], here)
+        say(workers[1], there)
+    pairs = [pool.pick(served, ahead=AHEAD) for _ in range(100)]
+    assert (len({pair.prefill for pair in pairs}) == 2) == both
+    assert (len({pair.decode for pair in pairs}) == 2) == both
+    assert both or (pairs[0].prefill, pairs[0].decode) == (pool.prefill[0], pool.decode[0])
+    await pool.stop()
+
+
 async def test_nothing_known_of_a_turn_leaves_the_number_of_turns() -> None:
     assert placing.prefill_ms(0.0) is placing.decode_ms(0.0) is placing.TURNS
 
@@ -116,3 +184,47 @@ async def test_a_short_turn_does_not_wait_behind_a_long_one_at_home() -> None:
         gate.set()
         await asyncio.gather(long, short, other)
         assert all(worker.pending_ms == 0 for worker in app.pool.prefill)
+
+
+@SIZES
+@pytest.mark.parametrize(("load", "ms", "stays"), [(8, 0.0, True), (8, 1.0, False), (9, 0.0, False)])
+async def test_a_verdict_calls_a_holder_overloaded_where_placing_leaves_it(
+    count: int, load: int, ms: float, stays: bool
+) -> None:
+    pool = await fleet_of(count)
+    served, holder = pool.resolve("m", ""), pool.decode[1]
+    holder.in_flight, holder.pending_ms = load, ms
+    assert pool.is_overloaded(served, holder, AHEAD.decode) != stays
+    for worker in pool.decode:
+        worker.in_flight = load
+    assert not pool.is_overloaded(served, holder, AHEAD.decode)
+    # Nobody else is there.
+    for worker in pool.decode:
+        worker.in_flight, worker.draining = 0, worker is not holder
+    holder.in_flight = 100
+    assert not pool.is_overloaded(served, holder, AHEAD.decode)
+    await pool.stop()
+
+
+@SIZES
+async def test_of_two_with_as_many_turns_the_larger_one_has_less_to_do(count: int) -> None:
+    pool = await fleet_of(count)
+    served, (small, large, *others) = pool.resolve("m", ""), pool.decode
+    for worker in (large, *others):
+        say(worker, 30.0, capacity=256)
+    # Not all have said how much they take.
+    assert pool.least_capacity(served) == 0
+    say(small, 30.0, capacity=32)
+    assert pool.least_capacity(served) == 32
+    measure = placing.decode_ms(STEP_MS, pool.least_capacity(served))
+    assert measure.of(small) == 8 * measure.of(large) == 30 * STEP_MS
+    ahead = placing.Ahead(AHEAD.prefill, measure)
+    decodes = [pool.pick(served, ahead=ahead).decode for _ in range(200)]
+    assert decodes.count(small) <= 200 // count
+    assert pool.pick(served, prefer_decode=small, ahead=ahead).decode is not small
+    assert pool.pick(served, prefer_decode=large, ahead=ahead).decode is large
+    # What its next life takes it has not said yet.
+    learn(small, DECODE, epoch="next")
+    assert pool.least_capacity(served) == 0
+    assert measure.of(small) == 0
+    await pool.stop()

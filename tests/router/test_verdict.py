@@ -174,6 +174,7 @@ def test_a_short_suffix_goes_on_where_the_history_is() -> None:
     [
         pytest.param(replace(DIRECT, direct=None), id="switched off"),
         pytest.param(replace(DIRECT, holder=WELL), id="no prefix cache"),
+        pytest.param(replace(DIRECT, holder=replace(WELL, can_go_on=True, overloaded=True)), id="much to do"),
         pytest.param(replace(DIRECT, expected=Expected(899, 901, False)), id="not wholly proven"),
         pytest.param(replace(DIRECT, expected=Expected(900, 950, True)), id="diverged"),
     ],

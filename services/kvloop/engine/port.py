@@ -42,6 +42,8 @@ class EngineFacts:
     prefix_caching: bool = True
     default_max_tokens: int = 0
     """Tokens of an answer that asks for no max_tokens; 0: as many as max_model_len leaves."""
+    max_num_seqs: int = 0
+    """Sequences that it runs at a time; 0 when not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,7 @@ class WorkerLife:
             role=self._role,
             endpoint=self.endpoint,
             epoch=facts.epoch,
+            capacity=facts.max_num_seqs,
             load=load,
             draining=self._draining,
             info=worker_info(facts, self._role, self.worker_id).SerializeToString(),

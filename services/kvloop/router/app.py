@@ -108,9 +108,9 @@ class RouterApp:
             self._store = await _open(settings)
         directory = self._given or (self._store.directory if self._store is not None else None)
         assert directory is not None
-        book = CostBook(settings)
         self._pool = WorkerPool(settings, self._clock, security=security)
         await self._pool.start()
+        book = CostBook(settings, self._pool, self._clock)
         tools = Tools(
             settings=settings,
             pool=self._pool,

@@ -57,7 +57,7 @@ async def _prefill_once(turn: Turn, tools: Tools) -> prefill_service_pb2.Prefill
     worker = turn.pair.prefill
     request = prefill_request(turn, first_token=beginning.asks(turn, tools))
     limit = min(turn.time_left_s(), tools.settings.prefill_timeout_s)
-    turn.prefill_alone = worker.in_flight == 0
+    turn.prefill_alone = worker.load == 0
     with _AtWork(worker, _expected_prefill_ms(turn, tools)):
         try:
             response = await _prefill_call(worker, request, turn.leg_prompt, limit)
@@ -207,7 +207,7 @@ async def decode(turn: Turn, tools: Tools, relay: Relay) -> None:
 async def _decode(turn: Turn, tools: Tools, relay: Relay) -> None:
     assert turn.pair is not None
     worker = turn.pair.decode
-    turn.decode_alone, turn.decode_started = worker.in_flight == 0, tools.clock.monotonic()
+    turn.decode_alone, turn.decode_started = worker.load == 0, tools.clock.monotonic()
     heard_before = turn.heard
     with _AtWork(worker), turn.timed("decode"):
         try:

@@ -45,7 +45,7 @@ class Discovery:
         for role, worker in self._known():
             says = found.pop((role, worker.endpoint), None)
             if says is not None:
-                worker.announced(says.epoch, says.load, draining=says.draining)
+                worker.announced(says.epoch, says.load, draining=says.draining, capacity=says.capacity)
             elif worker not in self._named and not worker.present:
                 gone.append(worker)
         for worker in gone:
@@ -55,7 +55,7 @@ class Discovery:
 
     async def _take_in(self, role: str, endpoint: str, says: Announced) -> None:
         worker = await self._pool.add(role, endpoint)
-        worker.announced(says.epoch, says.load, draining=says.draining)
+        worker.announced(says.epoch, says.load, draining=says.draining, capacity=says.capacity)
         _log.info("worker_found", role=role, endpoint=endpoint)
 
     def _known(self) -> list[tuple[str, AnyWorker]]:

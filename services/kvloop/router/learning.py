@@ -30,11 +30,19 @@ class Estimator:
     """Coefficients of one kind of work."""
 
     def __init__(self, seed: Terms) -> None:
-        self.terms = seed
+        self._terms = seed
+        self._reseeded = False
         self.count = 0
         """Measurements so far."""
         self._seed = seed
         self._window: deque[tuple[Features, float]] = deque(maxlen=WINDOW)
+
+    @property
+    def terms(self) -> Terms:
+        """Return the coefficients as last worked out."""
+        if self._reseeded:
+            self._fit()
+        return self._terms
 
     @property
     def settled(self) -> bool:
@@ -46,8 +54,13 @@ class Estimator:
         if seed == self._seed:
             return
         if not self.settled and len(seed.values) == len(self._seed.values):
-            self._seed = seed
-            self.terms = fit(seed, self._window)
+            # Of very many few are asked for before the next one comes.
+            self._seed, self._reseeded = seed, True
+
+    def start_over(self) -> None:
+        """Have what was measured so far count as a seed alone."""
+        self._seed = self.terms
+        self._window.clear()
 
     def add(self, features: Features, ms: float) -> None:
         """Take one measurement; what can't be one is left out."""
@@ -55,8 +68,12 @@ class Estimator:
             return
         self._window.append((features, ms))
         self.count += 1
-        if not self.settled or self.count % (REFIT_EVERY if self.count < WINDOW else WINDOW) == 0:
-            self.terms = fit(self._seed, self._window)
+        held = len(self._window)
+        if held < REFIT_EVERY or self.count % (REFIT_EVERY if held < WINDOW else WINDOW) == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        self._terms, self._reseeded = fit(self._seed, self._window), False
 
 
 def fit(seed: Terms, samples: Sequence[tuple[Features, float]]) -> Terms:

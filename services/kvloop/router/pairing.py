@@ -5,7 +5,7 @@ import asyncio
 from kvloop.router import placing
 from kvloop.router import verdict as verdicts
 from kvloop.router.costs import prefill_leg
-from kvloop.router.planning import verdict
+from kvloop.router.planning import decode_ahead, verdict
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Verdict, Why
 from kvloop.router.workers import Pair
@@ -63,7 +63,7 @@ async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
 def _ahead(turn: Turn, tools: Tools) -> placing.Ahead:
     rates = tools.book.rates(turn.served, None, None)
     own_ms = prefill_leg(turn.to_read, turn.prompt_tokens, rates)
-    return placing.Ahead(placing.prefill_ms(own_ms), placing.decode_ms(rates.first_step_ms))
+    return placing.Ahead(placing.prefill_ms(own_ms), decode_ahead(turn, tools))
 
 
 def _find(turn: Turn, tools: Tools, ahead: placing.Ahead, *, reads_back: bool) -> Pair | None:

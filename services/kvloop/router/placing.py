@@ -9,9 +9,10 @@ every router finds without asking, and which hardly changes when workers come an
 their hash with others, so that a router remembers the homes of all of them.
 
 What workers have to do is compared in expected milliseconds, so that one long prompt weighs as much as many
-short ones. A sum is kept per worker as turns come and go; what other routers gave it is known in turns alone,
-and each counts like the turn in question. What that turn itself takes is the same at all of them, but for a
-favourite that has its prefix: it is left when it has more ahead than the prefix is worth.
+short ones. A sum is kept per worker as turns come and go. What other routers gave it is known in turns
+alone, as of when the worker said so, and each counts like the turn in question: at P, which does one after
+the other, less the time since. What that turn itself takes is the same at all of them, but for a favourite
+that has its prefix: it is left when it has more ahead than the prefix is worth.
 """
 
 import hashlib
@@ -26,6 +27,9 @@ from kvloop.router.worker import AnyWorker, DecodeWorker, L, PrefillWorker, Work
 
 FEW = 32
 """So many workers are looked at one by one."""
+_NEAR = 0.125
+"""What differs by no more than this share is equal. What workers say is some seconds old, and every router
+that has heard it would run to the same one."""
 _COMPARED = 8
 """Of more, so many are drawn to tell whether one is overloaded."""
 _DRAWS = 4
@@ -49,6 +53,13 @@ class Measure:
         """Return what is less for the better one of two workers; what is nearly equal is equal."""
         return round(self.of(worker)), worker.load
 
+    def better(self, one: Worker[L], other: Worker[L], rng: random.Random) -> Worker[L]:
+        """Return the one that has less ahead; either of them where that is nearly equal."""
+        for here, there in zip(self.rank(one), self.rank(other), strict=True):
+            if abs(here - there) > _NEAR * max(here, there):
+                return one if here < there else other
+        return rng.choice((one, other))
+
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
@@ -68,18 +79,26 @@ def prefill_ms(own_ms: float) -> Measure:
     if own_ms <= 0:
         return TURNS
 
-    def ahead(worker: AnyWorker) -> float:
-        others = worker.reported_load - worker.in_flight
-        return worker.pending_ms + (others * own_ms if others > 0 else 0.0)
-
-    return Measure(ahead, own_ms)
+    return Measure(lambda worker: worker.pending_ms + worker.others_ms(own_ms), own_ms)
 
 
-def decode_ms(step_ms: float) -> Measure:
-    """Return the measure for a decode leg: a turn there counts a step, a DIRECT one its prompt as well."""
+def decode_ms(step_ms: float, least_capacity: float = 0.0) -> Measure:
+    """Return the measure for a decode leg: a turn there counts a step, a DIRECT one its prompt as well.
+
+    least_capacity: of the workers that are compared; larger ones have as much to do when they are as full. 0:
+    not all are known.
+    """
     if step_ms <= 0:
         return TURNS
-    return Measure(lambda worker: worker.pending_ms + worker.load * step_ms, step_ms)
+    if least_capacity <= 0:
+        return Measure(lambda worker: worker.pending_ms + worker.load * step_ms, step_ms)
+
+    def ahead(worker: AnyWorker) -> float:
+        # One that has begun a new life since has not said yet.
+        share = least_capacity / (worker.capacity or least_capacity)
+        return worker.pending_ms + worker.load * share * step_ms
+
+    return Measure(ahead, step_ms)
 
 
 class Homes:
@@ -99,6 +118,11 @@ class Homes:
             best = heapq.nlargest(_RANKED, self._hashed, key=lambda pair: _mixed(pair[0] ^ number))
             found = self._ranked[slot] = [worker for _, worker in best]
         return found
+
+    def among(self, workers: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:
+        """Return the one of some of the workers that is a conversation's home."""
+        first = next((worker for worker in self.ranked(home) if worker in workers), None)
+        return first or at_home(workers, home)
 
 
 def at_home(workers: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:

@@ -93,7 +93,7 @@ def verdict(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
             lease = verdicts.Lease(entry.num_tokens, turn.entry_remaining_s, entry.held)
             worker = tools.pool.holder(entry.decode_endpoint, entry.epoch)
             if worker is not None and worker.info is not None:
-                holder = _describe(worker, entry, turn)
+                holder = _describe(worker, entry, turn, tools)
                 turn.holder = worker if holder.same_epoch else None
             if ruled_out is None:
                 expected = verdicts.expect(turn.scope.digest_key, turn.prompt, entry, turn.prefixes)
@@ -103,7 +103,8 @@ def verdict(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
         threshold = settings.kv_recompute_threshold
         work = rates = costs = None
         if expected is not None:
-            work, rates = _work(turn, tools, expected)
+            stays = turn.holder is not None and holder is not None and not holder.overloaded
+            work, rates = _work(turn, tools, expected, at_holder=stays)
             costs = cost_model.expected(work, rates)
         question = verdicts.Question(
             prompt_tokens=turn.prompt_tokens,
@@ -119,7 +120,15 @@ def verdict(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
         turn.weighed = turn.weighed or Weighed(question, turn.decision, work, rates, costs)
 
 
-def _work(turn: Turn, tools: Tools, expected: verdicts.Expected) -> tuple[cost_model.Work, cost_model.Rates]:
+def decode_ahead(turn: Turn, tools: Tools) -> placing.Measure:
+    """Return how much is ahead of a turn at decode workers."""
+    rates = tools.book.rates(turn.served, None, None)
+    return placing.decode_ms(rates.first_step_ms, tools.pool.least_capacity(turn.served))
+
+
+def _work(
+    turn: Turn, tools: Tools, expected: verdicts.Expected, *, at_holder: bool
+) -> tuple[cost_model.Work, cost_model.Rates]:
     reusable = max(0, min(expected.upper, turn.prompt_tokens) - 1)
     own_ms = cost_model.prefill_leg(reusable, turn.prompt_tokens, tools.book.rates(turn.served, None, None))
     ahead = placing.prefill_ms(own_ms)
@@ -127,7 +136,7 @@ def _work(turn: Turn, tools: Tools, expected: verdicts.Expected) -> tuple[cost_m
     work = cost_model.Work(
         prompt=turn.prompt_tokens,
         reusable=reusable,
-        at_holder=turn.holder is not None,
+        at_holder=at_holder,
         # Other routers' turns there count as much as they do when a worker is chosen.
         prefill_wait_ms=ahead.of(prefill) if prefill is not None and own_ms > 0 else 0.0,
         decode_wait_ms=turn.holder.pending_ms if turn.holder is not None else 0.0,
@@ -135,7 +144,9 @@ def _work(turn: Turn, tools: Tools, expected: verdicts.Expected) -> tuple[cost_m
     return work, tools.book.rates(turn.served, prefill, turn.holder)
 
 
-def _describe(worker: DecodeWorker, entry: lease_pb2.DirectoryEntry, turn: Turn) -> verdicts.Holder:
+def _describe(
+    worker: DecodeWorker, entry: lease_pb2.DirectoryEntry, turn: Turn, tools: Tools
+) -> verdicts.Holder:
     info = worker.info
     assert info is not None
     can_serve = turn.served.fits(info) and info.bidirectional_kv_xfer
@@ -145,6 +156,7 @@ def _describe(worker: DecodeWorker, entry: lease_pb2.DirectoryEntry, turn: Turn)
         can_serve_reads=can_serve,
         can_go_on=can_serve and info.prefix_caching and not worker.draining,
         direct_tokens=worker.direct_tokens,
+        overloaded=can_serve and tools.pool.is_overloaded(turn.served, worker, decode_ahead(turn, tools)),
     )
 
 

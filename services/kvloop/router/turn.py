@@ -121,7 +121,7 @@ class Turn:
     on_first_event: Callable[[], None] | None = None
     """Called once, when D's first event arrives or the attempt ends without one."""
     prefill_alone: bool = False
-    """Whether the prefill worker had nothing else of this router's when its leg began."""
+    """Whether the prefill worker had nothing else, as far as known, when its leg began."""
     decode_alone: bool = False
     decode_started: float = 0.0
     decode_first_at: float | None = None

@@ -51,6 +51,8 @@ class Holder:
     """The same, and its prefix cache is on."""
     direct_tokens: int = 0
     """Suffix tokens of DIRECT turns that this router has it compute right now."""
+    overloaded: bool = False
+    """Whether it has so much more to do than others that a turn is decoded elsewhere if it can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,11 @@ def _holder(question: Question) -> Decision | None:
 
 def _direct(question: Question) -> Decision | None:
     lease, holder, expected, limits = question.lease, question.holder, question.expected, question.direct
-    if limits is None or lease is None or holder is None or expected is None or not holder.can_go_on:
+    if limits is None or lease is None or holder is None or expected is None:
         return None
     # Only a prompt that is proven to go on from the whole of what is held.
-    if expected.diverged or expected.matched < lease.num_tokens or lease.num_tokens < 1:
+    proven = not expected.diverged and expected.matched >= lease.num_tokens >= 1
+    if not proven or not holder.can_go_on or holder.overloaded:
         return None
     suffix = question.prompt_tokens - lease.num_tokens
     if not 0 < suffix <= limits.max_suffix:

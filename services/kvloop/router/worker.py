@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL
 from kvloop.metastore.ttl import WORKER_TTL_S
 from kvloop.router.legs import DecodeLink, PrefillLink
 from kvloop.runtime import logs
@@ -15,6 +16,9 @@ _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
 _SLOW_ANSWERS = 3
 """So many unanswered questions in a row mean that a worker is gone; a busy one may miss one or two."""
+
+_SAID_EVERY_S = WORKER_TTL_S / ANNOUNCEMENTS_PER_TTL
+"""Within so long, the same load read again was said once."""
 
 _LOOKS = 4
 """How often silence is looked for in the time that it may last."""
@@ -114,13 +118,15 @@ class Worker(Generic[L]):
         """Turns of this router's that have a place there, their legs begun or not."""
         self.draining = False
         """Said to take no new turns; what it holds can still be read."""
+        self.capacity = 0.0
+        """Turns that it takes at a time, as it says; 0: not known."""
         self.pending_ms = 0.0
         """Work sent there that has not ended yet, as it was expected to take."""
         self.direct_tokens = 0
         """Suffix tokens of DIRECT turns sent there that have no first token yet."""
         self._clock = clock
-        self._reported_load = 0.0
-        self._reported_at = float("-inf")
+        self._reported_load = self._others = 0.0
+        self._reported_at = self._confirmed_at = float("-inf")
         self._answers = False
         self._unanswered = 0
         self._failures = 0
@@ -150,16 +156,23 @@ class Worker(Generic[L]):
         return self.present and self._clock.monotonic() >= self._paused_until
 
     @property
-    def reported_load(self) -> float:
-        """Return the turns it said it had, all routers' together; none once that is as old as it can be."""
-        if self._reported_load and self._clock.monotonic() - self._reported_at > WORKER_TTL_S:
-            self._reported_load = 0.0
-        return self._reported_load
+    def others(self) -> float:
+        """Return how many turns of others it had when it said so; none once that is as old as it can be."""
+        if self._others and self._clock.monotonic() - self._confirmed_at > WORKER_TTL_S:
+            self._others = 0.0
+        return self._others
+
+    def others_ms(self, each_ms: float) -> float:
+        """Return what is left of the others' turns, if it does one after the other and each takes so long."""
+        others = self.others
+        if not others:
+            return 0.0
+        return max(0.0, others * each_ms - (self._clock.monotonic() - self._reported_at) * 1000)
 
     @property
     def load(self) -> float:
         """Return how many turns it has, as far as known."""
-        return max(float(self.in_flight), self.reported_load)
+        return self.in_flight + self.others
 
     @property
     def name(self) -> str:
@@ -174,21 +187,28 @@ class Worker(Generic[L]):
         if before is not None and before.epoch != info.epoch:
             # A new life: what the former one did wrong says nothing about it.
             self._failures, self._paused_until = 0, 0.0
-            self._reported_load, self.draining = 0.0, False
+            self._reported_load, self._others, self.capacity, self.draining = 0.0, 0.0, 0.0, False
             _log.info("worker_restarted", worker=self.name, endpoint=self.endpoint)
         changed = before is None or _facts(before) != _facts(info)
         if changed:
             self.on_facts()
         return changed or not answered
 
-    def announced(self, epoch: str, load: float, *, draining: bool) -> None:
+    def announced(self, epoch: str, load: float, *, draining: bool, capacity: float = 0) -> None:
         """Take in what the worker says of itself in the registry, if it is this life that said it.
 
-        Another life is asked for its facts.
+        Another life is asked for its facts. What is read twice was not said twice: the load was what it was.
         """
         if self.info is not None and self.info.epoch == epoch:
-            self._reported_load, self.draining = load, draining
-            self._reported_at = self._clock.monotonic()
+            now, self.draining = self._clock.monotonic(), draining
+            if load != self._reported_load or now - self._reported_at >= _SAID_EVERY_S:
+                # Its own legs this router knows better, now and later.
+                self._others = max(0.0, load - self.in_flight)
+                self._reported_load, self._reported_at = load, now
+            self._confirmed_at = now
+            if capacity >= 0 and capacity != self.capacity:
+                self.capacity = capacity
+                self.on_facts()
         elif self.info is not None:
             self.ask_now.set()
 

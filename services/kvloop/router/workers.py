@@ -80,6 +80,8 @@ class _Group:
     decodes: list[DecodeWorker]
     homes: placing.Homes
     known: frozenset[DecodeWorker]
+    least_capacity: float
+    """Of a decode worker; 0 unless all have said theirs."""
 
     @property
     def large(self) -> bool:
@@ -228,9 +230,25 @@ class WorkerPool:
         able = [worker for worker in group.prefills if worker.ready]
         if not able:
             return None
-        at_home = placing.at_home(able, home) if home else None
+        at_home = group.homes.among(able, home) if home else None
         favourite = placing.unless_overloaded(at_home, able, _PREFILL_OVERLOADED_BY, measure)
         return favourite or min(able, key=measure.rank)
+
+    def least_capacity(self, served: Served) -> float:
+        """Return the turns that the smallest decode worker takes at a time; 0 unless all have said theirs."""
+        return self._group_of(served).least_capacity
+
+    def is_overloaded(self, served: Served, holder: DecodeWorker, measure: placing.Measure) -> bool:
+        """Tell whether a turn is rather given to another decode worker than to its holder."""
+        if measure.of(holder) <= _OVERLOADED_BY * measure.one:
+            return False
+        group = self._group_of(served)
+        able = (
+            placing.draw(group.decodes, _is_ready, placing.FEW // 4, self._rng)
+            if group.large
+            else [worker for worker in group.decodes if worker.ready]
+        )
+        return bool(able) and placing.unless_overloaded(holder, able, _OVERLOADED_BY, measure) is None
 
     def pick(
         self,
@@ -281,7 +299,8 @@ class WorkerPool:
         decodes = [w for w in decodes if w not in avoid] or decodes
         if len(self.pairs):
             prefills = [w for w in prefills if not all(self.pairs.rests(d, w) for d in decodes)] or prefills
-        prefill = self._place_prefill(prefills, home, ahead.prefill)
+        favourite = group.homes.among(prefills, home) if home else None
+        prefill = self._place_prefill(prefills, favourite, ahead.prefill)
         decodes = [w for w in decodes if not self.pairs.rests(w, prefill)] or decodes
         return Pair(prefill, self._place_decode(decodes, prefer_decode, ahead.decode))
 
@@ -326,7 +345,13 @@ class WorkerPool:
             homes = self._homes.get(served)
             if homes is None or homes.workers != prefills:
                 homes = placing.Homes(prefills)
-            group = self._groups[served] = _Group(prefills, decodes, homes, frozenset(decodes))
+            group = self._groups[served] = _Group(
+                prefills,
+                decodes,
+                homes,
+                frozenset(decodes),
+                min((worker.capacity for worker in decodes), default=0.0),
+            )
             if len(self._homes) >= _MAX_HOMES:
                 self._homes.clear()
             self._homes[served] = homes
@@ -343,10 +368,9 @@ class WorkerPool:
         return [*self.prefill, *self.decode]
 
     def _place_prefill(
-        self, prefills: Sequence[PrefillWorker], home: bytes, measure: placing.Measure
+        self, prefills: Sequence[PrefillWorker], at_home: PrefillWorker | None, measure: placing.Measure
     ) -> PrefillWorker:
-        favourite = placing.at_home(prefills, home) if home else None
-        home_worker = placing.unless_overloaded(favourite, prefills, _PREFILL_OVERLOADED_BY, measure)
+        home_worker = placing.unless_overloaded(at_home, prefills, _PREFILL_OVERLOADED_BY, measure)
         return home_worker or self._least_loaded(prefills, measure)
 
     def _place_decode(
@@ -367,10 +391,7 @@ class WorkerPool:
                 workers[-1],
             )
         )
-        ranks = measure.rank(one), measure.rank(other)
-        if ranks[0] == ranks[1]:
-            return self._rng.choice((one, other))
-        return one if ranks[0] < ranks[1] else other
+        return measure.better(one, other, self._rng)
 
     def _pairs_ready(self, served: Served) -> tuple[int, int]:
         group, now = self._group_of(served), self._clock.monotonic()

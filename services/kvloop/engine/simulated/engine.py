@@ -84,6 +84,7 @@ class SimulatedEngine:
             hold_s=s.decoder_kv_blocks_ttl,
             side_channel=self._core.side_channel,
             prefix_caching=s.enable_prefix_caching,
+            max_num_seqs=s.max_num_seqs,
         )
 
     @property

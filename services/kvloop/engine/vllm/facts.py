@@ -34,6 +34,7 @@ def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> En
         side_channel=env.side_channel(),
         transfer_backends=transfer_backends(vllm_config),
         prefix_caching=settings.enable_prefix_caching,
+        max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         default_max_tokens=model.get_diff_sampling_param().get("max_tokens") or 0,
     )
 
