@@ -85,6 +85,7 @@ class WorkerServicing(Generic[P]):
         info = worker_info(parts.engine.facts, role, parts.worker_id)
         info.pool.CopyFrom(await parts.engine.pool())
         info.counters.CopyFrom(await parts.engine.counters())
+        info.draining = self._draining
         return info
 
     @stream

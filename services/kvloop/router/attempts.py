@@ -33,6 +33,7 @@ _REFUSALS = {
     Reason.ERROR_REASON_PREFIX_DIVERGED: Why.REUSE_REASON_UNSPECIFIED,
     Reason.ERROR_REASON_INCOMPATIBLE_ENGINES: Why.REUSE_REASON_UNSPECIFIED,
     Reason.ERROR_REASON_OVERLOADED: Why.REUSE_REASON_UNSPECIFIED,
+    Reason.ERROR_REASON_DRAINING: Why.REUSE_REASON_UNSPECIFIED,
 }
 
 _log = logs.get("router")
@@ -318,6 +319,10 @@ def _abandon_prefill(turn: Turn, tools: Tools) -> None:
 
 def _note(turn: Turn, worker: AnyWorker, failed: LegFailed) -> None:
     if failed.callers_fault:
+        return
+    if failed.going_away:
+        # It gets no more turns, and what it holds can still be read.
+        worker.drains()
         return
     turn.avoid.add(worker)
     # A leg that was cut off by the turn's own deadline says nothing about the worker.

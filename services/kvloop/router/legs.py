@@ -78,6 +78,13 @@ class LegFailed(Exception):
         return not self.answered or self.failure.reason in _WORKER
 
     @property
+    def going_away(self) -> bool:
+        """Tell whether the worker refused because it is about to end; then it says no time to come back."""
+        failure = self.failure
+        drains = self.answered and failure.reason == Reason.ERROR_REASON_DRAINING
+        return drains and failure.retry_after_s is None
+
+    @property
     def lease_missing(self) -> bool:
         """Tell whether the holder knows no such lease."""
         return self.answered and self.failure.reason == Reason.ERROR_REASON_LEASE_NOT_FOUND

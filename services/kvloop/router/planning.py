@@ -143,7 +143,7 @@ def _describe(worker: DecodeWorker, entry: lease_pb2.DirectoryEntry, turn: Turn)
         ready=worker.reachable,
         same_epoch=info.epoch == entry.epoch,
         can_serve_reads=can_serve,
-        can_go_on=can_serve and info.prefix_caching and not worker.draining,
+        can_go_on=can_serve and info.prefix_caching and not worker.leaving,
         direct_tokens=worker.direct_tokens,
     )
 

@@ -113,7 +113,9 @@ class Worker(Generic[L]):
         self.places = 0
         """Turns of this router's that have a place there, their legs begun or not."""
         self.draining = False
-        """Said to take no new turns; what it holds can still be read."""
+        """Has said that it takes no new turns; what it holds can still be read."""
+        self.unlisted = False
+        """Whether the name that led to it leads elsewhere by now; the same follows."""
         self.pending_ms = 0.0
         """Work sent there that has not ended yet, as it was expected to take."""
         self.direct_tokens = 0
@@ -142,7 +144,12 @@ class Worker(Generic[L]):
     @property
     def ready(self) -> bool:
         """Tell whether turns may be sent there: reachable, and not going away."""
-        return self.reachable and not self.draining
+        return self.reachable and not self.leaving
+
+    @property
+    def leaving(self) -> bool:
+        """Tell whether it is to have no new turns, by its own word or its name's."""
+        return self.draining or self.unlisted
 
     @property
     def reachable(self) -> bool:
@@ -176,6 +183,8 @@ class Worker(Generic[L]):
             self._failures, self._paused_until = 0, 0.0
             self._reported_load, self.draining = 0.0, False
             _log.info("worker_restarted", worker=self.name, endpoint=self.endpoint)
+        if info.HasField("draining"):
+            self.draining = info.draining
         changed = before is None or _facts(before) != _facts(info)
         if changed:
             self.on_facts()
@@ -187,8 +196,9 @@ class Worker(Generic[L]):
         Another life is asked for its facts.
         """
         if self.info is not None and self.info.epoch == epoch:
-            self._reported_load, self.draining = load, draining
-            self._reported_at = self._clock.monotonic()
+            self._reported_load, self._reported_at = load, self._clock.monotonic()
+            # The registry may be behind what the worker says itself.
+            self.draining = draining or (self.draining and self.info.HasField("draining"))
         elif self.info is not None:
             self.ask_now.set()
 
@@ -224,6 +234,11 @@ class Worker(Generic[L]):
         A worker that was stopped keeps its connections, so nothing else would tell.
         """
         return Calling(self._calls, limit_s, heard)
+
+    def drains(self) -> None:
+        """Note that the worker refused a leg because it is going away."""
+        self.draining = True
+        self.ask_now.set()
 
     def failed(self) -> None:
         """Note a failed leg: no turns for a while, longer each time in a row.
