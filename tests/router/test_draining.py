@@ -1,12 +1,13 @@
 """Decode workers that go away, seen by routers that were only told where workers are."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 from router_fakes import until
-from router_sim import Node, SimFleet, ids, sim_fleet
+from router_sim import Node, SimFleet, ids, sim_fleet, until_async
 
 from kvloop.router.app import RouterApp
 from kvloop.router.worker import DecodeWorker
@@ -67,3 +68,29 @@ async def test_a_named_worker_is_heard_of_in_the_registry_too() -> None:
             await until(lambda: worker.draining, "what the registry says of the worker")
             # One that was not named is not taken in.
             assert len(app.pool.decode) == 2
+
+
+async def test_a_lease_that_is_displaced_at_a_worker_of_another_name_is_released() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    async with sim_fleet(decodes=0) as fleet:
+        fleet.decode = {"advertise": f"localhost:{port}"}
+        await fleet.add_decode(f"127.0.0.1:{port}")
+        fleet.decode = {}
+        other = await fleet.add_decode()
+        app = await fleet.router(decode_endpoints=(f"127.0.0.1:{port}", other.endpoint))
+        node, worker = holder_of(fleet, app, "d0")
+        _, second = holder_of(fleet, app, other.name)
+        second.unlisted = True
+        client = await fleet.client(app)
+        first = await client.say(PROMPT)
+        assert len(await node.engine.holds()) == 1
+        worker.unlisted, second.unlisted = True, False
+        await client.say([*PROMPT, *first.token_ids])
+
+        async def released() -> bool:
+            return not await node.engine.holds()
+
+        await until_async(released, "the release of the displaced lease")
+        assert await client.end()
+        await fleet.whole()

@@ -301,7 +301,7 @@ def _release_replaced(turn: Turn, tools: Tools) -> None:
     if turn.predecessor is not None and decoded.HasField("lease"):
         replaced.append(turn.predecessor)
     for lease in replaced:
-        worker = tools.pool.by_endpoint(lease.decode_endpoint)
+        worker = tools.pool.holder(lease.decode_endpoint, lease.epoch)
         if worker is not None:
             # By its id alone: by the time this arrives, the conversation may have come back to that worker.
             tools.background.tell(worker.link.release_lease(lease.lease_id, b"", _TELL_TIMEOUT_S))

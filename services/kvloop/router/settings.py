@@ -96,8 +96,7 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Longest silence (up to a quarter more) of a decode leg that has begun, though its worker answers
     questions; then the answer goes on elsewhere. Work of others may hold up a worker for seconds."""
     max_attempts: Annotated[int, Field(ge=1, le=5)] = 2
-    """Tries of a turn before its first chunk; every try but the first is cold, unless all that was wrong is that
-    a worker was going away."""
+    """Tries of a turn before its first chunk; all but the first are cold, unless a worker only went away."""
     max_migrations: Annotated[int, Field(ge=0, le=16)] = 4
     """How often an answer that has begun may be taken up by another decode worker."""
     first_token_from_prefill: bool = True
