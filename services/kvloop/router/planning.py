@@ -15,6 +15,9 @@ from kvloop.router.worker import DecodeWorker
 from kvloop.runtime.digests import hint_group
 from kvloop.v1alpha1 import lease_pb2, router_service_pb2, turn_pb2
 
+_ROUND_TRIPS = 2
+"""Of a lookup, at most: names or hints, then on a cluster what the hints lead to."""
+
 
 async def lookup(turn: Turn, tools: Tools) -> None:
     """Find the newest lease of the conversation, or of its parent, or of the prompt's longest held beginning.
@@ -42,7 +45,9 @@ async def _look(turn: Turn, tools: Tools) -> PrefixFound | None:
     if not scopes and not digests:
         return None
     try:
-        async with asyncio.timeout(tools.settings.directory_timeout_ms / 1000):
+        # A store bounds each round trip itself, and what ends there opens its breaker; a turn that gave up at
+        # the same time would keep that from happening.
+        async with asyncio.timeout(_ROUND_TRIPS * tools.settings.directory_timeout_ms / 1000):
             if len(scopes) == 1 and not digests:
                 found = await tools.directory.lookup(scopes[0])
                 return PrefixFound(scopes[0] if found.entry is not None else b"", -1, found)

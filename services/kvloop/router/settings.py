@@ -87,7 +87,7 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     retry_after_ms: Annotated[int, Field(ge=1)] = 200
     """When an overloaded router asks to be tried again."""
     directory_timeout_ms: Annotated[float, Field(gt=0, le=10_000)] = 25.0
-    """How long a turn waits for the directory before it goes on cold."""
+    """How long a turn waits for the directory before it goes on cold; a cluster may be asked twice."""
     prefill_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Longest prefill leg; a worker that takes longer counts as failed."""
     first_chunk_timeout_s: Annotated[float, Field(gt=0)] = 60.0
