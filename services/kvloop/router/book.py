@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from kvloop.metastore.estimates import SharedEstimates
 from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.router.costs import Rates, Terms, compute_features, transfer_features
+from kvloop.router.groups import Served
 from kvloop.router.learning import Estimator
 from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Turn
 from kvloop.router.worker import DecodeWorker, PrefillWorker
-from kvloop.router.workers import Served
 
 SHARE_INTERVAL_S = 5.0
 MAX_ESTIMATORS = 2048

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
 from kvloop.router.admission import Admission
+from kvloop.router.groups import Served
 from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
 from kvloop.router.migration import Replay, continued, only
@@ -15,7 +16,7 @@ from kvloop.router.settings import RouterSettings
 from kvloop.router.verdict import Decision
 from kvloop.router.watching import TurnWatch
 from kvloop.router.worker import AnyWorker, DecodeWorker
-from kvloop.router.workers import Pair, Served, WorkerPool
+from kvloop.router.workers import Pair, WorkerPool
 from kvloop.runtime import tokens, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.digests import Prefixes

@@ -13,6 +13,8 @@ from kvloop.v1alpha1 import worker_pb2
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
+_SOON_S = 2 * _FIRST_PAUSE_S
+"""What is left of a pause that is not worth another worker's computing a history anew."""
 _SLOW_ANSWERS = 3
 """So many unanswered questions in a row mean that a worker is gone; a busy one may miss one or two."""
 
@@ -150,6 +152,11 @@ class Worker(Generic[L]):
     def leaving(self) -> bool:
         """Tell whether it is to have no new turns, by its own word or its name's."""
         return self.draining or self.unlisted
+
+    @property
+    def soon_ready(self) -> bool:
+        """Tell whether the worker is ready, or will be as soon as a short pause is over."""
+        return self.present and not self.leaving and self._clock.monotonic() >= self._paused_until - _SOON_S
 
     @property
     def reachable(self) -> bool:
