@@ -326,7 +326,7 @@ def _note(turn: Turn, worker: AnyWorker, failed: LegFailed) -> None:
         return
     turn.avoid.add(worker)
     # A leg that was cut off by the turn's own deadline says nothing about the worker.
-    if failed.workers_fault and turn.time_left_s() > 0:
+    if failed.workers_fault and not turn.out_of_time:
         worker.failed()
 
 

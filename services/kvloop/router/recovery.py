@@ -18,7 +18,7 @@ def start_again(turn: Turn, tools: Tools, failed: LegFailed) -> bool:
     Raises the Failure with which the turn ends.
     """
     failure = failed.failure
-    if turn.time_left_s() <= 0:
+    if turn.out_of_time:
         raise Failure(Reason.ERROR_REASON_DEADLINE_EXCEEDED, "the turn ran out of time") from None
     if failed.callers_fault:
         raise failure from None

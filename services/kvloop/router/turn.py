@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from kvloop.router.canary import Canary
     from kvloop.router.explain import Memory, Weighed
 
+_SLACK_S = 0.02
+"""Timers count in milliseconds: a leg may be ended a little before its turn's deadline."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tools:
@@ -185,6 +188,11 @@ class Turn:
     def time_left_s(self) -> float:
         """Return the seconds until the caller's deadline; negative when it is over."""
         return self.deadline - self.clock.monotonic()
+
+    @property
+    def out_of_time(self) -> bool:
+        """Tell whether the caller's deadline is over, or too close for another attempt."""
+        return self.time_left_s() <= _SLACK_S
 
     def first_event(self) -> None:
         """Call what waits for the first event, once."""
