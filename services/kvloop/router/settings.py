@@ -77,9 +77,9 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     max_turns_per_worker: Annotated[int, Field(ge=1)] | None = None
     """Turns that this router gives one worker at a time; absent: any number."""
     max_queued_turns: Annotated[int, Field(ge=0)] = 256
-    """Turns that wait, all before their first leg; more are told to come back."""
+    """Turns that wait to be let in; more are told to come back. Those let in wait for places at workers."""
     queue_timeout_ms: Annotated[float, Field(gt=0)] = 2000.0
-    """How long a turn waits, at most to its deadline, before it is told to come back."""
+    """How long a turn waits in all, at most to its deadline, before it is told to come back."""
     max_sessions: Annotated[int, Field(ge=1)] = 10_000
     """Sessions open at once; more are told to come back."""
     session_alive_s: Annotated[float, Field(ge=0.05, le=3600)] = 30.0

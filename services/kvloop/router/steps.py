@@ -122,6 +122,7 @@ def admit(
         clock=tools.clock,
         request_id=request.request_id or secrets.token_hex(16),
         started=started,
+        patience=tools.admission.patience(),
         served=served,
         owner=owner,
         scope=tools.identities.turn_scope(owner, conversation),

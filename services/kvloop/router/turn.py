@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
-from kvloop.router.admission import Admission
+from kvloop.router.admission import Admission, Patience
 from kvloop.router.groups import Served
 from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
@@ -71,6 +71,8 @@ class Turn:
     request_id: str
     """As given by the client, or minted."""
     started: float
+    patience: Patience
+    """What it has left of it for lines."""
 
     # admit
     served: Served
