@@ -142,7 +142,10 @@ class PrefillLink:
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
         self._prefill: Any = self._channel.unary_unary(_PREFILL)
         self._caller = Caller(
-            self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest, _carried_leg_failed
+            self._stub.Attach,
+            prefill_service_pb2.PrefillServiceAttachRequest,
+            _carried_leg_failed,
+            security.shown_token,
         )
         self._attach = False
         """Whether the worker has the stream, as it last said."""
@@ -201,7 +204,10 @@ class DecodeLink:
         # Not the stub's: requests are serialized already, and answers stay serialized.
         self._decode: Any = self._channel.unary_stream(_DECODE)
         self._caller = Caller(
-            self._stub.Attach, decode_service_pb2.DecodeServiceAttachRequest, _carried_leg_failed
+            self._stub.Attach,
+            decode_service_pb2.DecodeServiceAttachRequest,
+            _carried_leg_failed,
+            security.shown_token,
         )
         self._attach = False
         """Whether the worker has the stream, as it last said."""
