@@ -76,6 +76,41 @@ async def test_the_line_has_its_bounds(settings: dict[str, float], time_left_s: 
     assert (line.running, line.waiting) == (1, 0)
 
 
+async def test_those_who_were_let_in_wait_though_the_line_for_the_router_is_full() -> None:
+    line = admission(max_concurrent_turns=2, max_queued_turns=1)
+    await line.enter(60)
+    await line.enter(60)
+    comes = asyncio.create_task(line.enter(60))
+    await waiting(line, 1)
+    places: list[str] = []
+    placed = asyncio.create_task(line.place(lambda: places.pop() if places else None, 60))
+    await waiting(line, 2)
+    # The next one at the door is sent away all the same.
+    with pytest.raises(Failure):
+        await line.enter(60)
+    places.append("here")
+    line.freed()
+    assert await placed == "here"
+    line.leave()
+    await comes
+
+
+async def test_a_turn_waits_no_longer_in_two_lines_than_in_one() -> None:
+    line = admission(max_concurrent_turns=1)
+    await line.enter(60)
+    patience = line.patience()
+    comes = asyncio.create_task(line.enter(60, patience))
+    await waiting(line, 1)
+    line.leave()
+    await comes
+    assert 0 < patience.left_s < line.patience().left_s
+    patience.left_s = 0.0
+    assert await line.place(lambda: "here", 60, patience) == "here"
+    with pytest.raises(Failure) as caught:
+        await line.place(lambda: None, 60, patience)
+    assert caught.value.reason == Reason.ERROR_REASON_OVERLOADED
+
+
 async def test_a_place_that_does_not_fit_the_first_is_offered_to_the_next() -> None:
     line = admission()
     free: set[str] = set()

@@ -15,12 +15,25 @@ from router_fakes import (
 )
 
 from kvloop.router.app import RouterApp
+from kvloop.router.legs import timed_out
 from kvloop.runtime import tokens
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
 from kvloop.v1alpha1 import sampling_pb2, turn_pb2
 
 LONG = list(range(100))
 ANSWER = expected_answer(tokens.pack(LONG), 4)
+
+
+class ManualClock:
+    """Time that a test moves."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
 
 
 def failure_of(error: grpc.aio.AioRpcError) -> Failure:
@@ -388,6 +401,29 @@ async def test_a_deadline_ends_the_legs() -> None:
         await until(lambda: fleet.decodes[0].cancelled == 1, "the cancellation of the leg")
         await until(lambda: app.turns == 0, "the end")
         assert app.pool.decode[0].ready, "the caller's haste says nothing about the worker"
+
+
+@pytest.mark.parametrize("left_s", [-0.001, 0.0005])
+async def test_a_leg_that_the_callers_deadline_ends_a_little_early_is_no_workers_fault(
+    left_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_fleet() as fleet:
+        clock = ManualClock()
+        app = RouterApp(fleet.settings(), directory=fleet.directory, clock=clock)
+        fleet.stack.push_async_callback(app.stop)
+        await app.start()
+        client = await fleet.client(app)
+        [worker] = app.pool.prefill
+
+        async def run_out(request: object, prompt: bytes, timeout_s: float) -> None:
+            clock.now += timeout_s - left_s
+            raise timed_out("answer")
+
+        monkeypatch.setattr(worker.link, "prefill", run_out)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await client.say(LONG)
+        assert failure_of(error.value).reason_name == "DEADLINE_EXCEEDED"
+        assert worker.ready
 
 
 async def test_nothing_is_sent_before_the_first_chunk() -> None:

@@ -148,7 +148,7 @@ async def test_what_the_registry_leads_to_is_no_name_s(resolver: Resolver) -> No
     # Each is forgotten by whoever brought it.
     resolver.found[NAME] = (TWO, THREE)
     await names.look()
-    assert not announced.draining
+    assert not announced.leaving
     await discovery.apply({})
     assert decodes(pool).keys() == {TWO, THREE}
     await pool.stop()
@@ -191,7 +191,7 @@ async def test_turns_go_to_everybody_behind_a_name(
         assert all(decode.requests for decode in fleet.decodes)
         resolver.found[name] = (fleet.decodes[1].host.endpoint,)
         gone = decodes(app.pool)[fleet.decodes[0].host.endpoint]
-        await until(lambda: gone.draining, "one address gone")
+        await until(lambda: gone.unlisted, "one address gone")
         before = len(fleet.decodes[0].requests)
         for number in range(10):
             assert (await client.say(LONG, f"d{number}")).token_ids == ANSWER

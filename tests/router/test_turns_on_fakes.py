@@ -1,11 +1,15 @@
 """Whole turns over real gRPC against small fake workers: what goes to whom, and what comes back."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
 from router_fakes import FakeFleet, collect, expected_answer, fake_fleet, make_entry, make_request, until
 
+from kvloop.metastore.factory import StoreOptions, open_store
+from kvloop.metastore.port import Outage
+from kvloop.router.app import RouterApp
 from kvloop.runtime import tokens
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
 from kvloop.v1alpha1 import router_service_pb2, sampling_pb2, turn_pb2
@@ -258,6 +262,30 @@ async def test_directory_down_or_stuck_makes_cold_turns() -> None:
         fleet.directory.stuck = None
         await client.say(LONG)
         assert (await client.say(LONG)).way == ("READBACK", "PROVEN")
+
+
+async def test_the_first_turn_that_a_silent_store_keeps_waiting_is_the_last() -> None:
+    writers: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _, writer: writers.append(writer), "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    store = open_store(f"redis://127.0.0.1:{port}", options=StoreOptions(deadline_s=0.1))
+    async with fake_fleet() as fleet, AsyncExitStack() as stack:
+        stack.callback(silent.close)
+        stack.push_async_callback(store.close)
+        app = RouterApp(fleet.settings(directory_timeout_ms=100.0), directory=store.directory)
+        stack.push_async_callback(app.stop)
+        await app.start()
+        client = await fleet.client(app)
+        assert store.link is not None
+        for _ in range(3):
+            assert (await client.say(LONG)).way == ("RECOMPUTE", "DIRECTORY_UNAVAILABLE")
+            assert store.degraded
+            assert store.link.attempts == 1
+        assert store.link.outages == {Outage.TIMEOUT: 1, Outage.BREAKER: 2}
+        await app.stop()
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
 
 
 async def test_a_displaced_lease_is_released_by_id_at_known_workers_only() -> None:

@@ -30,7 +30,7 @@ from kvloop.v1alpha1 import turn_pb2 as kvloop_dot_v1alpha1_dot_turn__pb2
 from kvloop.v1alpha1 import worker_pb2 as kvloop_dot_v1alpha1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$kvloop/v1alpha1/decode_service.proto\x12\x0fkvloop.v1alpha1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1ckvloop/v1alpha1/attach.proto\x1a\x1bkvloop/v1alpha1/lease.proto\x1a\x1ekvloop/v1alpha1/sampling.proto\x1a\x1akvloop/v1alpha1/turn.proto\x1a\x1ckvloop/v1alpha1/worker.proto\"\xf1\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x05model\x18\x02 \x01(\x0b\x32\x19.kvloop.v1alpha1.ModelRef\x12)\n\x05scope\x18\x03 \x01(\x0b\x32\x1a.kvloop.v1alpha1.TurnScope\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.kvloop.v1alpha1.SamplingParams\x12)\n\x06handle\x18\x06 \x01(\x0b\x32\x19.kvloop.v1alpha1.KvHandle\x12-\n\tretention\x18\x07 \x01(\x0b\x32\x1a.kvloop.v1alpha1.Retention\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x00\x88\x01\x01\x12,\n\x06\x64irect\x18\t \x01(\x0b\x32\x1c.kvloop.v1alpha1.DirectTermsB\x0b\n\t_priority\"P\n\x0b\x44irectTerms\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0c\n\x04soft\x18\x04 \x01(\x08\"u\n\x0e\x44\x65\x63odeResponse\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.kvloop.v1alpha1.ChunkH\x00\x12\x31\n\x07summary\x18\x02 \x01(\x0b\x32\x1e.kvloop.v1alpha1.DecodeSummaryH\x00\x42\x07\n\x05\x65vent\"\xc0\x02\n\rDecodeSummary\x12\x34\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1d.kvloop.v1alpha1.FinishReason\x12\x18\n\x0bstop_reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12)\n\x05lease\x18\x04 \x01(\x0b\x32\x1a.kvloop.v1alpha1.LeaseInfo\x12\x32\n\tdisplaced\x18\x05 \x01(\x0b\x32\x1f.kvloop.v1alpha1.DisplacedLease\x12*\n\x07handoff\x18\x06 \x01(\x0b\x32\x19.kvloop.v1alpha1.Transfer\x12-\n\x06tokens\x18\x07 \x01(\x0b\x32\x1d.kvloop.v1alpha1.TokenSourcesB\x0e\n\x0c_stop_reason\"H\n\x1a\x44\x65\x63odeServiceAttachRequest\x12*\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1a.kvloop.v1alpha1.CallFrame\"K\n\x1b\x44\x65\x63odeServiceAttachResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.kvloop.v1alpha1.AnswerFrame\";\n\x0e\x44isplacedLease\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\xd2\x01\n\x10\x42\x65ginReadRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12)\n\x05scope\x18\x03 \x01(\x0b\x32\x1a.kvloop.v1alpha1.TurnScope\x12\x16\n\x0eprefix_lengths\x18\x04 \x03(\r\x12\x16\n\x0eprefix_digests\x18\x05 \x01(\x0c\x12+\n\x08pin_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rcompatibility\x18\x07 \x01(\t\"\x90\x01\n\x11\x42\x65ginReadResponse\x12\x0f\n\x07read_id\x18\x01 \x01(\t\x12)\n\x06handle\x18\x02 \x01(\x0b\x32\x19.kvloop.v1alpha1.KvHandle\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12+\n\x08pin_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"3\n\x0e\x45ndReadRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07read_id\x18\x02 \x01(\t\"\x11\n\x0f\x45ndReadResponse\"6\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05scope\x18\x02 \x01(\x0c\"(\n\x14ReleaseLeaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\":\n\x11ListLeasesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x12ListLeasesResponse\x12&\n\x06leases\x18\x01 \x03(\x0b\x32\x16.kvloop.v1alpha1.Lease\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n!DecodeServiceReloadWeightsRequest\x12\x17\n\x0fweights_version\x18\x01 \x01(\t\"3\n\"DecodeServiceReloadWeightsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"\x1d\n\x1b\x44\x65\x63odeServiceGetInfoRequest\"I\n\x1c\x44\x65\x63odeServiceGetInfoResponse\x12)\n\x04info\x18\x01 \x01(\x0b\x32\x1b.kvloop.v1alpha1.WorkerInfo2\xfd\x05\n\rDecodeService\x12K\n\x06\x44\x65\x63ode\x12\x1e.kvloop.v1alpha1.DecodeRequest\x1a\x1f.kvloop.v1alpha1.DecodeResponse0\x01\x12g\n\x06\x41ttach\x12+.kvloop.v1alpha1.DecodeServiceAttachRequest\x1a,.kvloop.v1alpha1.DecodeServiceAttachResponse(\x01\x30\x01\x12R\n\tBeginRead\x12!.kvloop.v1alpha1.BeginReadRequest\x1a\".kvloop.v1alpha1.BeginReadResponse\x12L\n\x07\x45ndRead\x12\x1f.kvloop.v1alpha1.EndReadRequest\x1a .kvloop.v1alpha1.EndReadResponse\x12[\n\x0cReleaseLease\x12$.kvloop.v1alpha1.ReleaseLeaseRequest\x1a%.kvloop.v1alpha1.ReleaseLeaseResponse\x12U\n\nListLeases\x12\".kvloop.v1alpha1.ListLeasesRequest\x1a#.kvloop.v1alpha1.ListLeasesResponse\x12x\n\rReloadWeights\x12\x32.kvloop.v1alpha1.DecodeServiceReloadWeightsRequest\x1a\x33.kvloop.v1alpha1.DecodeServiceReloadWeightsResponse\x12\x66\n\x07GetInfo\x12,.kvloop.v1alpha1.DecodeServiceGetInfoRequest\x1a-.kvloop.v1alpha1.DecodeServiceGetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$kvloop/v1alpha1/decode_service.proto\x12\x0fkvloop.v1alpha1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1ckvloop/v1alpha1/attach.proto\x1a\x1bkvloop/v1alpha1/lease.proto\x1a\x1ekvloop/v1alpha1/sampling.proto\x1a\x1akvloop/v1alpha1/turn.proto\x1a\x1ckvloop/v1alpha1/worker.proto\"\xf1\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x05model\x18\x02 \x01(\x0b\x32\x19.kvloop.v1alpha1.ModelRef\x12)\n\x05scope\x18\x03 \x01(\x0b\x32\x1a.kvloop.v1alpha1.TurnScope\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.kvloop.v1alpha1.SamplingParams\x12)\n\x06handle\x18\x06 \x01(\x0b\x32\x19.kvloop.v1alpha1.KvHandle\x12-\n\tretention\x18\x07 \x01(\x0b\x32\x1a.kvloop.v1alpha1.Retention\x12\x15\n\x08priority\x18\x08 \x01(\x05H\x00\x88\x01\x01\x12,\n\x06\x64irect\x18\t \x01(\x0b\x32\x1c.kvloop.v1alpha1.DirectTermsB\x0b\n\t_priority\"P\n\x0b\x44irectTerms\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x0c\n\x04soft\x18\x04 \x01(\x08\"u\n\x0e\x44\x65\x63odeResponse\x12\'\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x16.kvloop.v1alpha1.ChunkH\x00\x12\x31\n\x07summary\x18\x02 \x01(\x0b\x32\x1e.kvloop.v1alpha1.DecodeSummaryH\x00\x42\x07\n\x05\x65vent\"\xc0\x02\n\rDecodeSummary\x12\x34\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1d.kvloop.v1alpha1.FinishReason\x12\x18\n\x0bstop_reason\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12)\n\x05lease\x18\x04 \x01(\x0b\x32\x1a.kvloop.v1alpha1.LeaseInfo\x12\x32\n\tdisplaced\x18\x05 \x01(\x0b\x32\x1f.kvloop.v1alpha1.DisplacedLease\x12*\n\x07handoff\x18\x06 \x01(\x0b\x32\x19.kvloop.v1alpha1.Transfer\x12-\n\x06tokens\x18\x07 \x01(\x0b\x32\x1d.kvloop.v1alpha1.TokenSourcesB\x0e\n\x0c_stop_reason\"H\n\x1a\x44\x65\x63odeServiceAttachRequest\x12*\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1a.kvloop.v1alpha1.CallFrame\"K\n\x1b\x44\x65\x63odeServiceAttachResponse\x12,\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1c.kvloop.v1alpha1.AnswerFrame\"J\n\x0e\x44isplacedLease\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"\xd2\x01\n\x10\x42\x65ginReadRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12)\n\x05scope\x18\x03 \x01(\x0b\x32\x1a.kvloop.v1alpha1.TurnScope\x12\x16\n\x0eprefix_lengths\x18\x04 \x03(\r\x12\x16\n\x0eprefix_digests\x18\x05 \x01(\x0c\x12+\n\x08pin_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rcompatibility\x18\x07 \x01(\t\"\x90\x01\n\x11\x42\x65ginReadResponse\x12\x0f\n\x07read_id\x18\x01 \x01(\t\x12)\n\x06handle\x18\x02 \x01(\x0b\x32\x19.kvloop.v1alpha1.KvHandle\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12+\n\x08pin_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"3\n\x0e\x45ndReadRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07read_id\x18\x02 \x01(\t\"\x11\n\x0f\x45ndReadResponse\"6\n\x13ReleaseLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05scope\x18\x02 \x01(\x0c\"(\n\x14ReleaseLeaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\":\n\x11ListLeasesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x12ListLeasesResponse\x12&\n\x06leases\x18\x01 \x03(\x0b\x32\x16.kvloop.v1alpha1.Lease\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n!DecodeServiceReloadWeightsRequest\x12\x17\n\x0fweights_version\x18\x01 \x01(\t\"3\n\"DecodeServiceReloadWeightsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\t\"\x1d\n\x1b\x44\x65\x63odeServiceGetInfoRequest\"I\n\x1c\x44\x65\x63odeServiceGetInfoResponse\x12)\n\x04info\x18\x01 \x01(\x0b\x32\x1b.kvloop.v1alpha1.WorkerInfo2\xfd\x05\n\rDecodeService\x12K\n\x06\x44\x65\x63ode\x12\x1e.kvloop.v1alpha1.DecodeRequest\x1a\x1f.kvloop.v1alpha1.DecodeResponse0\x01\x12g\n\x06\x41ttach\x12+.kvloop.v1alpha1.DecodeServiceAttachRequest\x1a,.kvloop.v1alpha1.DecodeServiceAttachResponse(\x01\x30\x01\x12R\n\tBeginRead\x12!.kvloop.v1alpha1.BeginReadRequest\x1a\".kvloop.v1alpha1.BeginReadResponse\x12L\n\x07\x45ndRead\x12\x1f.kvloop.v1alpha1.EndReadRequest\x1a .kvloop.v1alpha1.EndReadResponse\x12[\n\x0cReleaseLease\x12$.kvloop.v1alpha1.ReleaseLeaseRequest\x1a%.kvloop.v1alpha1.ReleaseLeaseResponse\x12U\n\nListLeases\x12\".kvloop.v1alpha1.ListLeasesRequest\x1a#.kvloop.v1alpha1.ListLeasesResponse\x12x\n\rReloadWeights\x12\x32.kvloop.v1alpha1.DecodeServiceReloadWeightsRequest\x1a\x33.kvloop.v1alpha1.DecodeServiceReloadWeightsResponse\x12\x66\n\x07GetInfo\x12,.kvloop.v1alpha1.DecodeServiceGetInfoRequest\x1a-.kvloop.v1alpha1.DecodeServiceGetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,31 +50,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODESERVICEATTACHRESPONSE']._serialized_start=1208
   _globals['_DECODESERVICEATTACHRESPONSE']._serialized_end=1283
   _globals['_DISPLACEDLEASE']._serialized_start=1285
-  _globals['_DISPLACEDLEASE']._serialized_end=1344
-  _globals['_BEGINREADREQUEST']._serialized_start=1347
-  _globals['_BEGINREADREQUEST']._serialized_end=1557
-  _globals['_BEGINREADRESPONSE']._serialized_start=1560
-  _globals['_BEGINREADRESPONSE']._serialized_end=1704
-  _globals['_ENDREADREQUEST']._serialized_start=1706
-  _globals['_ENDREADREQUEST']._serialized_end=1757
-  _globals['_ENDREADRESPONSE']._serialized_start=1759
-  _globals['_ENDREADRESPONSE']._serialized_end=1776
-  _globals['_RELEASELEASEREQUEST']._serialized_start=1778
-  _globals['_RELEASELEASEREQUEST']._serialized_end=1832
-  _globals['_RELEASELEASERESPONSE']._serialized_start=1834
-  _globals['_RELEASELEASERESPONSE']._serialized_end=1874
-  _globals['_LISTLEASESREQUEST']._serialized_start=1876
-  _globals['_LISTLEASESREQUEST']._serialized_end=1934
-  _globals['_LISTLEASESRESPONSE']._serialized_start=1936
-  _globals['_LISTLEASESRESPONSE']._serialized_end=2021
-  _globals['_DECODESERVICERELOADWEIGHTSREQUEST']._serialized_start=2023
-  _globals['_DECODESERVICERELOADWEIGHTSREQUEST']._serialized_end=2083
-  _globals['_DECODESERVICERELOADWEIGHTSRESPONSE']._serialized_start=2085
-  _globals['_DECODESERVICERELOADWEIGHTSRESPONSE']._serialized_end=2136
-  _globals['_DECODESERVICEGETINFOREQUEST']._serialized_start=2138
-  _globals['_DECODESERVICEGETINFOREQUEST']._serialized_end=2167
-  _globals['_DECODESERVICEGETINFORESPONSE']._serialized_start=2169
-  _globals['_DECODESERVICEGETINFORESPONSE']._serialized_end=2242
-  _globals['_DECODESERVICE']._serialized_start=2245
-  _globals['_DECODESERVICE']._serialized_end=3010
+  _globals['_DISPLACEDLEASE']._serialized_end=1359
+  _globals['_BEGINREADREQUEST']._serialized_start=1362
+  _globals['_BEGINREADREQUEST']._serialized_end=1572
+  _globals['_BEGINREADRESPONSE']._serialized_start=1575
+  _globals['_BEGINREADRESPONSE']._serialized_end=1719
+  _globals['_ENDREADREQUEST']._serialized_start=1721
+  _globals['_ENDREADREQUEST']._serialized_end=1772
+  _globals['_ENDREADRESPONSE']._serialized_start=1774
+  _globals['_ENDREADRESPONSE']._serialized_end=1791
+  _globals['_RELEASELEASEREQUEST']._serialized_start=1793
+  _globals['_RELEASELEASEREQUEST']._serialized_end=1847
+  _globals['_RELEASELEASERESPONSE']._serialized_start=1849
+  _globals['_RELEASELEASERESPONSE']._serialized_end=1889
+  _globals['_LISTLEASESREQUEST']._serialized_start=1891
+  _globals['_LISTLEASESREQUEST']._serialized_end=1949
+  _globals['_LISTLEASESRESPONSE']._serialized_start=1951
+  _globals['_LISTLEASESRESPONSE']._serialized_end=2036
+  _globals['_DECODESERVICERELOADWEIGHTSREQUEST']._serialized_start=2038
+  _globals['_DECODESERVICERELOADWEIGHTSREQUEST']._serialized_end=2098
+  _globals['_DECODESERVICERELOADWEIGHTSRESPONSE']._serialized_start=2100
+  _globals['_DECODESERVICERELOADWEIGHTSRESPONSE']._serialized_end=2151
+  _globals['_DECODESERVICEGETINFOREQUEST']._serialized_start=2153
+  _globals['_DECODESERVICEGETINFOREQUEST']._serialized_end=2182
+  _globals['_DECODESERVICEGETINFORESPONSE']._serialized_start=2184
+  _globals['_DECODESERVICEGETINFORESPONSE']._serialized_end=2257
+  _globals['_DECODESERVICE']._serialized_start=2260
+  _globals['_DECODESERVICE']._serialized_end=3025
 # @@protoc_insertion_point(module_scope)

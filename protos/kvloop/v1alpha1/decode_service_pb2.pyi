@@ -276,19 +276,23 @@ class DisplacedLease(_message.Message):
 
     DECODE_ENDPOINT_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     decode_endpoint: _builtins.str
     """host:port of its DecodeService."""
     lease_id: _builtins.str
     """The lease."""
+    epoch: _builtins.str
+    """The epoch under which it was published: the endpoint may be another name than a router's own."""
     def __init__(
         self,
         *,
         decode_endpoint: _builtins.str = ...,
         lease_id: _builtins.str = ...,
+        epoch: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_endpoint", b"decode_endpoint", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_endpoint", b"decode_endpoint", "epoch", b"epoch", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,19 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvloop.v1alpha1 import turn_pb2 as kvloop_dot_v1alpha1_dot_turn__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvloop/v1alpha1/worker.proto\x12\x0fkvloop.v1alpha1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1akvloop/v1alpha1/turn.proto\"\xee\x04\n\nWorkerInfo\x12)\n\x04role\x18\x01 \x01(\x0e\x32\x1b.kvloop.v1alpha1.WorkerRole\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12,\n\thold_time\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cside_channel\x18\x15 \x01(\t\x12\x19\n\x11transfer_backends\x18\x16 \x03(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12(\n\x05model\x18\x04 \x01(\x0b\x32\x19.kvloop.v1alpha1.ModelRef\x12\x10\n\x08\x61\x64\x61pters\x18\x05 \x03(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\n \x01(\t\x12\x15\n\rcompatibility\x18\x0b \x01(\t\x12\x1d\n\x15\x62idirectional_kv_xfer\x18\x0c \x01(\x08\x12\x1e\n\x16kv_recompute_threshold\x18\r \x01(\r\x12(\n\x04pool\x18\x0e \x01(\x0b\x32\x1a.kvloop.v1alpha1.PoolState\x12\x31\n\x08\x63ounters\x18\x0f \x01(\x0b\x32\x1f.kvloop.v1alpha1.EngineCounters\x12\x16\n\x0eprefix_caching\x18\x10 \x01(\x08\x12\x0e\n\x06\x61ttach\x18\x11 \x01(\x08\x12\x1f\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x12 \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_default_max_tokens\"[\n\tPoolState\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\x0e\n\x06leases\x18\x04 \x01(\r\"\xd0\x01\n\x0e\x45ngineCounters\x12\x14\n\x0clocal_tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x65xternal_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x04 \x01(\x04\x12\x11\n\ttransfers\x18\x05 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x1c\n\x14transfer_descriptors\x18\x07 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvloop/v1alpha1/worker.proto\x12\x0fkvloop.v1alpha1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1akvloop/v1alpha1/turn.proto\"\x92\x05\n\nWorkerInfo\x12)\n\x04role\x18\x01 \x01(\x0e\x32\x1b.kvloop.v1alpha1.WorkerRole\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12,\n\thold_time\x18\x14 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x14\n\x0cside_channel\x18\x15 \x01(\t\x12\x19\n\x11transfer_backends\x18\x16 \x03(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12(\n\x05model\x18\x04 \x01(\x0b\x32\x19.kvloop.v1alpha1.ModelRef\x12\x10\n\x08\x61\x64\x61pters\x18\x05 \x03(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\n \x01(\t\x12\x15\n\rcompatibility\x18\x0b \x01(\t\x12\x1d\n\x15\x62idirectional_kv_xfer\x18\x0c \x01(\x08\x12\x1e\n\x16kv_recompute_threshold\x18\r \x01(\r\x12(\n\x04pool\x18\x0e \x01(\x0b\x32\x1a.kvloop.v1alpha1.PoolState\x12\x31\n\x08\x63ounters\x18\x0f \x01(\x0b\x32\x1f.kvloop.v1alpha1.EngineCounters\x12\x16\n\x0eprefix_caching\x18\x10 \x01(\x08\x12\x0e\n\x06\x61ttach\x18\x11 \x01(\x08\x12\x1f\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x12 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08\x64raining\x18\x17 \x01(\x08H\x01\x88\x01\x01\x42\x15\n\x13_default_max_tokensB\x0b\n\t_draining\"[\n\tPoolState\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\x0e\n\x06leases\x18\x04 \x01(\r\"\xd0\x01\n\x0e\x45ngineCounters\x12\x14\n\x0clocal_tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x65xternal_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x04 \x01(\x04\x12\x11\n\ttransfers\x18\x05 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x1c\n\x14transfer_descriptors\x18\x07 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvloop.v1alpha1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=1038
-  _globals['_WORKERROLE']._serialized_end=1128
+  _globals['_WORKERROLE']._serialized_start=1074
+  _globals['_WORKERROLE']._serialized_end=1164
   _globals['_WORKERINFO']._serialized_start=110
-  _globals['_WORKERINFO']._serialized_end=732
-  _globals['_POOLSTATE']._serialized_start=734
-  _globals['_POOLSTATE']._serialized_end=825
-  _globals['_ENGINECOUNTERS']._serialized_start=828
-  _globals['_ENGINECOUNTERS']._serialized_end=1036
+  _globals['_WORKERINFO']._serialized_end=768
+  _globals['_POOLSTATE']._serialized_start=770
+  _globals['_POOLSTATE']._serialized_end=861
+  _globals['_ENGINECOUNTERS']._serialized_start=864
+  _globals['_ENGINECOUNTERS']._serialized_end=1072
 # @@protoc_insertion_point(module_scope)

@@ -72,6 +72,7 @@ class WorkerInfo(_message.Message):
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     ATTACH_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     role: Global___WorkerRole.ValueType
     """The leg served."""
     worker_id: _builtins.str
@@ -103,6 +104,10 @@ class WorkerInfo(_message.Message):
     default_max_tokens: _builtins.int
     """Tokens of an answer that asks for no max_tokens, by the model's own configuration. 0: as many as
     max_model_len leaves. Absent: not told.
+    """
+    draining: _builtins.bool
+    """Whether the worker is going away: it takes no new turns, and what it holds can still be read. Absent: not
+    told.
     """
     @_builtins.property
     def hold_time(self) -> _duration_pb2.Duration:
@@ -152,14 +157,20 @@ class WorkerInfo(_message.Message):
         prefix_caching: _builtins.bool = ...,
         attach: _builtins.bool = ...,
         default_max_tokens: _builtins.int | None = ...,
+        draining: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "counters", b"counters", "default_max_tokens", b"default_max_tokens", "hold_time", b"hold_time", "model", b"model", "pool", b"pool"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "_draining", b"_draining", "counters", b"counters", "default_max_tokens", b"default_max_tokens", "draining", b"draining", "hold_time", b"hold_time", "model", b"model", "pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "adapters", b"adapters", "attach", b"attach", "bidirectional_kv_xfer", b"bidirectional_kv_xfer", "block_size", b"block_size", "compatibility", b"compatibility", "counters", b"counters", "default_max_tokens", b"default_max_tokens", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "hold_time", b"hold_time", "kv_recompute_threshold", b"kv_recompute_threshold", "max_model_len", b"max_model_len", "model", b"model", "pool", b"pool", "prefix_caching", b"prefix_caching", "role", b"role", "side_channel", b"side_channel", "transfer_backends", b"transfer_backends", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "_draining", b"_draining", "adapters", b"adapters", "attach", b"attach", "bidirectional_kv_xfer", b"bidirectional_kv_xfer", "block_size", b"block_size", "compatibility", b"compatibility", "counters", b"counters", "default_max_tokens", b"default_max_tokens", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "hold_time", b"hold_time", "kv_recompute_threshold", b"kv_recompute_threshold", "max_model_len", b"max_model_len", "model", b"model", "pool", b"pool", "prefix_caching", b"prefix_caching", "role", b"role", "side_channel", b"side_channel", "transfer_backends", b"transfer_backends", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_max_tokens: _TypeAlias = _typing.Literal["default_max_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_max_tokens: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__draining: _TypeAlias = _typing.Literal["draining"]  # noqa: Y015
+    _WhichOneofArgType__draining: _TypeAlias = _typing.Literal["_draining", b"_draining"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__default_max_tokens) -> _WhichOneofReturnType__default_max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draining) -> _WhichOneofReturnType__draining | None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
 

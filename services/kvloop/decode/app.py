@@ -39,6 +39,7 @@ class DecodeApp:
         self._clock = clock or SystemClock()
         self._life = WorkerLife(settings, "decode", SERVICE_NAME, engine=engine, store=store)
         self._servicer = DecodeServicer()
+        self._servicer.guard(self._life.server.admits)
         self._parts: Parts | None = None
         self._stopped = False
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self._servicer, self._life.server.server)

@@ -172,6 +172,7 @@ class Leg:
         if kept.displaced is not None:
             summary.displaced.decode_endpoint = kept.displaced.decode_endpoint
             summary.displaced.lease_id = kept.displaced.lease_id
+            summary.displaced.epoch = kept.displaced.epoch
         if finish.handoff is not None:
             summary.handoff.duration_ms = finish.handoff.duration_ms
             summary.handoff.bytes = finish.handoff.bytes

@@ -1,7 +1,7 @@
 # ruff: noqa: N802 - methods are named as the RPCs
 """What the services of prefill and decode workers have in common: opening, draining, and how turns travel."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -49,6 +49,10 @@ class WorkerServicing(Generic[P]):
         self._open: P | None = None
         self._draining = False
 
+    def guard(self, admits: Callable[[Any], bool] | None) -> None:
+        """Have calls on attached streams let in like calls of their own."""
+        self._carrier.admits = admits
+
     def open(self, parts: P) -> None:
         """Begin to serve."""
         self._open = parts
@@ -85,6 +89,7 @@ class WorkerServicing(Generic[P]):
         info = worker_info(parts.engine.facts, role, parts.worker_id)
         info.pool.CopyFrom(await parts.engine.pool())
         info.counters.CopyFrom(await parts.engine.counters())
+        info.draining = self._draining
         return info
 
     @stream

@@ -33,6 +33,7 @@ class PrefillApp:
         self._settings = settings
         self._life = WorkerLife(settings, "prefill", SERVICE_NAME, engine=engine, store=store)
         self._servicer = PrefillServicer()
+        self._servicer.guard(self._life.server.admits)
         clock = clock or SystemClock()
         self._peers = Peers(clock, settings.max_peers, self._life.security)
         rule = EndpointRule(settings.decode_endpoints, Registered(self._decodes, clock).has)

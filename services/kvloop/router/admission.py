@@ -3,11 +3,15 @@
 A router serves so many turns at a time, and gives each worker so many. A turn for which there is no room
 waits, first come first served, as long as the line and its patience allow; then it is told when to come back.
 The places at both workers of a turn are taken together, before its first leg.
+
+The line for the router has a bound of its own. Turns that were let in may all wait for places: those that
+came later take nothing from them. A turn has one patience, wherever it waits.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from kvloop.router.settings import RouterSettings
@@ -17,6 +21,15 @@ _LOOK_AGAIN_S = 0.1
 """How often those who wait for places look: that a worker is ready, or its pause over, nobody says."""
 
 V = TypeVar("V")
+
+
+class Patience:
+    """How much longer a turn waits in lines."""
+
+    __slots__ = ("left_s",)
+
+    def __init__(self, left_s: float) -> None:
+        self.left_s = left_s
 
 
 class Admission:
@@ -43,7 +56,11 @@ class Admission:
             if not door.done():
                 door.set_result(None)
 
-    async def enter(self, time_left_s: float) -> None:
+    def patience(self) -> Patience:
+        """Return a new turn's."""
+        return Patience(self._settings.queue_timeout_ms / 1000)
+
+    async def enter(self, time_left_s: float, patience: Patience | None = None) -> None:
         """Take room for a turn, for leave to give back. Failures: OVERLOADED, DRAINING."""
         limit = self._settings.max_concurrent_turns
 
@@ -58,21 +75,28 @@ class Admission:
         # Nobody overtakes those who wait.
         if not (self._doors and not self._closed) and room():
             return
-        await self._wait(self._doors, lambda: room() or None, time_left_s, "too many turns at once", limit)
+        refusal = partial(self._overloaded, "too many turns at once", limit)
+        if len(self._doors) >= self._settings.max_queued_turns:
+            raise refusal()
+        patience = patience or self.patience()
+        await self._wait(self._doors, lambda: room() or None, time_left_s, patience, refusal)
 
     def leave(self) -> None:
         """Give a turn's room back."""
         self.running -= 1
         _wake(self._doors)
 
-    async def place(self, find: Callable[[], V | None], time_left_s: float) -> V:
+    async def place(
+        self, find: Callable[[], V | None], time_left_s: float, patience: Patience | None = None
+    ) -> V:
         """Return what find returns as soon as it finds places at workers. Failure OVERLOADED."""
         if not self._places and (found := find()) is not None:
             return found
         limit = self._settings.max_turns_per_worker or 0
         # Those ahead look first; what fits none of them may fit this one.
         asyncio.get_running_loop().call_soon(self._look)
-        return await self._wait(self._places, find, time_left_s, "every worker has its turns", limit)
+        refusal = partial(self._overloaded, "every worker has its turns", limit)
+        return await self._wait(self._places, find, time_left_s, patience or self.patience(), refusal)
 
     def freed(self) -> None:
         """Say that a place at a worker is free."""
@@ -91,27 +115,27 @@ class Admission:
         line: "deque[asyncio.Future[None]]",
         attempt: Callable[[], V | None],
         time_left_s: float,
-        why: str,
-        limit: int,
+        patience: Patience,
+        refusal: Callable[[], Failure],
     ) -> V:
-        settings = self._settings
-        if self.waiting >= settings.max_queued_turns:
-            raise self._overloaded(why, limit)
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        mine: asyncio.Future[None] = loop.create_future()
         line.append(mine)
+        begun = loop.time()
         try:
-            async with asyncio.timeout(min(settings.queue_timeout_ms / 1000, max(0.0, time_left_s))):
+            async with asyncio.timeout(max(0.0, min(patience.left_s, time_left_s))):
                 while True:
                     await mine
                     if (found := attempt()) is not None:
                         return found
                     # What is free now does not fit this one; perhaps it fits the next.
                     at = line.index(mine)
-                    line[at] = mine = asyncio.get_running_loop().create_future()
+                    line[at] = mine = loop.create_future()
                     _wake(line, at + 1)
         except TimeoutError:
-            raise self._overloaded(why, limit) from None
+            raise refusal() from None
         finally:
+            patience.left_s -= loop.time() - begun
             woken = mine.done() and not mine.cancelled()
             line.remove(mine)
             if woken:

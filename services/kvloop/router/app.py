@@ -139,9 +139,8 @@ class RouterApp:
             asyncio.create_task(names.follow()),
         ]
         if self._store is not None:
-            if settings.discovers:
-                discovery = Discovery(self._pool, names.workers)
-                self._tasks.append(asyncio.create_task(discovery.follow(self._store.registry)))
+            discovery = Discovery(self._pool, names.workers, finds=settings.discovers)
+            self._tasks.append(asyncio.create_task(discovery.follow(self._store.registry)))
             self._tasks.append(asyncio.create_task(book.keep_sharing(self._store.estimates)))
         _log.info("router_listening", endpoint=self._endpoint)
 

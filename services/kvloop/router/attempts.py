@@ -33,6 +33,7 @@ _REFUSALS = {
     Reason.ERROR_REASON_PREFIX_DIVERGED: Why.REUSE_REASON_UNSPECIFIED,
     Reason.ERROR_REASON_INCOMPATIBLE_ENGINES: Why.REUSE_REASON_UNSPECIFIED,
     Reason.ERROR_REASON_OVERLOADED: Why.REUSE_REASON_UNSPECIFIED,
+    Reason.ERROR_REASON_DRAINING: Why.REUSE_REASON_UNSPECIFIED,
 }
 
 _log = logs.get("router")
@@ -300,7 +301,7 @@ def _release_replaced(turn: Turn, tools: Tools) -> None:
     if turn.predecessor is not None and decoded.HasField("lease"):
         replaced.append(turn.predecessor)
     for lease in replaced:
-        worker = tools.pool.by_endpoint(lease.decode_endpoint)
+        worker = tools.pool.holder(lease.decode_endpoint, lease.epoch)
         if worker is not None:
             # By its id alone: by the time this arrives, the conversation may have come back to that worker.
             tools.background.tell(worker.link.release_lease(lease.lease_id, b"", _TELL_TIMEOUT_S))
@@ -319,9 +320,13 @@ def _abandon_prefill(turn: Turn, tools: Tools) -> None:
 def _note(turn: Turn, worker: AnyWorker, failed: LegFailed) -> None:
     if failed.callers_fault:
         return
+    if failed.going_away:
+        # It gets no more turns, and what it holds can still be read.
+        worker.drains()
+        return
     turn.avoid.add(worker)
     # A leg that was cut off by the turn's own deadline says nothing about the worker.
-    if failed.workers_fault and turn.time_left_s() > 0:
+    if failed.workers_fault and not turn.out_of_time:
         worker.failed()
 
 

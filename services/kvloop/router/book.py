@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from kvloop.metastore.estimates import SharedEstimates
 from kvloop.metastore.port import DirectoryUnavailable
 from kvloop.router.costs import Rates, Terms, compute_features, transfer_features
+from kvloop.router.groups import Served
 from kvloop.router.learning import Estimator
 from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Turn
 from kvloop.router.worker import AnyWorker, DecodeWorker, PrefillWorker
-from kvloop.router.workers import Served, WorkerPool
+from kvloop.router.workers import WorkerPool
 from kvloop.runtime.clock import Clock
 
 SHARE_INTERVAL_S = 5.0

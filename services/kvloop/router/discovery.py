@@ -3,7 +3,7 @@
 The registry is a hint like everything in the store: a worker that is named there is asked for its own facts
 before it gets a turn, and one that is named no more is forgotten only once it does not answer either, so
 that a store that restarts empty takes nobody's workers away. Workers named in the settings are never
-forgotten.
+forgotten; where no others are to be used, the registry still tells how busy the named ones are.
 """
 
 import asyncio
@@ -24,9 +24,16 @@ _log = logs.get("router")
 class Discovery:
     """Keeps a pool in step with a registry."""
 
-    def __init__(self, pool: WorkerPool, named: Collection[AnyWorker] | None = None) -> None:
-        """Take the pool, and those that the settings name at any time; absent: those that it has now."""
+    def __init__(
+        self, pool: WorkerPool, named: Collection[AnyWorker] | None = None, *, finds: bool = True
+    ) -> None:
+        """Take the pool, and those that the settings name at any time; absent: those that it has now.
+
+        finds: whether workers that are not in the pool are taken in; otherwise the registry only tells how
+        busy those are that are, under whatever name.
+        """
         self._pool = pool
+        self._finds = finds
         self._named = frozenset((*pool.prefill, *pool.decode)) if named is None else named
 
     async def follow(self, registry: WorkerRegistry) -> None:
@@ -41,6 +48,9 @@ class Discovery:
             for worker in announced.values()
             if worker.role in _ROLES and (at := usable_endpoint(worker.endpoint)) is not None
         }
+        if not self._finds:
+            self._hear(found)
+            return
         gone: list[AnyWorker] = []
         for role, worker in self._known():
             says = found.pop((role, worker.endpoint), None)
@@ -52,6 +62,14 @@ class Discovery:
             _log.info("worker_forgotten", worker=worker.name, endpoint=worker.endpoint)
             await self._pool.remove(worker)
         await asyncio.gather(*(self._take_in(role, at, says) for (role, at), says in found.items()))
+
+    def _hear(self, found: Mapping[tuple[str, str], Announced]) -> None:
+        by_epoch = {(role, says.epoch): says for (role, _), says in found.items()}
+        for role, worker in self._known():
+            epoch = worker.info.epoch if worker.info is not None else ""
+            says = found.get((role, worker.endpoint)) or by_epoch.get((role, epoch))
+            if says is not None:
+                worker.announced(says.epoch, says.load, draining=says.draining, capacity=says.capacity)
 
     async def _take_in(self, role: str, endpoint: str, says: Announced) -> None:
         worker = await self._pool.add(role, endpoint)

@@ -78,6 +78,13 @@ class LegFailed(Exception):
         return not self.answered or self.failure.reason in _WORKER
 
     @property
+    def going_away(self) -> bool:
+        """Tell whether the worker refused because it is about to end; then it says no time to come back."""
+        failure = self.failure
+        drains = self.answered and failure.reason == Reason.ERROR_REASON_DRAINING
+        return drains and failure.retry_after_s is None
+
+    @property
     def lease_missing(self) -> bool:
         """Tell whether the holder knows no such lease."""
         return self.answered and self.failure.reason == Reason.ERROR_REASON_LEASE_NOT_FOUND
@@ -135,7 +142,10 @@ class PrefillLink:
         self._stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(self._channel)
         self._prefill: Any = self._channel.unary_unary(_PREFILL)
         self._caller = Caller(
-            self._stub.Attach, prefill_service_pb2.PrefillServiceAttachRequest, _carried_leg_failed
+            self._stub.Attach,
+            prefill_service_pb2.PrefillServiceAttachRequest,
+            _carried_leg_failed,
+            security.shown_token,
         )
         self._attach = False
         """Whether the worker has the stream, as it last said."""
@@ -194,7 +204,10 @@ class DecodeLink:
         # Not the stub's: requests are serialized already, and answers stay serialized.
         self._decode: Any = self._channel.unary_stream(_DECODE)
         self._caller = Caller(
-            self._stub.Attach, decode_service_pb2.DecodeServiceAttachRequest, _carried_leg_failed
+            self._stub.Attach,
+            decode_service_pb2.DecodeServiceAttachRequest,
+            _carried_leg_failed,
+            security.shown_token,
         )
         self._attach = False
         """Whether the worker has the stream, as it last said."""

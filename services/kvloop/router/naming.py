@@ -76,17 +76,16 @@ class Names:
             back = name.members.get(address)
             if back is not None and back not in self.workers:
                 self.workers.add(back)
-                back.draining = False
+                back.unlisted = False
 
     def _part(self, name: _Name, found: Sequence[str]) -> None:
         for address, worker in name.members.items():
             if address not in found and worker in self.workers:
                 self.workers.discard(worker)
-                worker.draining = True
+                worker.unlisted = True
         if name.itself is not None:
-            # Said each time: its channel may lead to another life, which knows nothing of it.
             self.workers.discard(name.itself)
-            name.itself.draining = True
+            name.itself.unlisted = True
 
     async def _forget(self, name: _Name) -> None:
         if name.split and name.itself is not None and _is_idle(name.itself):

@@ -52,7 +52,7 @@ async def _pick(turn: Turn, tools: Tools, *, reads_back: bool) -> Pair:
             # An answer that has begun does not stand in the line, which may be full.
             if turn.streaming and (found := find()) is not None:
                 return found
-            return await tools.admission.place(find, turn.time_left_s())
+            return await tools.admission.place(find, turn.time_left_s(), turn.patience)
         except Failure as failure:
             # A worker that pauses or restarts is soon ready again.
             if failure.reason != Reason.ERROR_REASON_NO_WORKER or tools.clock.monotonic() >= until:

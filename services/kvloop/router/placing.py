@@ -17,6 +17,7 @@ that has its prefix: it is left when it has more ahead than the prefix is worth.
 
 import hashlib
 import heapq
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _DRAWS = 4
 """Times as often is drawn before all are looked at: some are not ready."""
 _SLOT_BYTES = 2
 _RANKED = 3
+_NO_WEIGHT = 1e-9
 _MASK = (1 << 64) - 1
 
 W = TypeVar("W")
@@ -129,6 +131,20 @@ def at_home(workers: Sequence[PrefillWorker], home: bytes) -> PrefillWorker:
     """Return the one of some workers that is a conversation's home."""
     number = _number(home[:_SLOT_BYTES])
     return max(workers, key=lambda worker: _mixed(_number(worker.endpoint.encode()) ^ number))
+
+
+def by_weight(key: bytes, weighed: Sequence[tuple[W, float]], name: Callable[[W], bytes]) -> W:
+    """Return the one of some to which a key belongs: to each by its weight, whatever their order.
+
+    As a weight changes, only as many keys move as must (weighted rendezvous hashing).
+    """
+
+    def rank(pair: tuple[W, float]) -> tuple[float, bytes]:
+        one, weight = pair
+        share = ((_number(key + name(one)) >> 12) + 0.5) / (1 << 52)
+        return (-max(weight, _NO_WEIGHT) / math.log(share), name(one))
+
+    return max(weighed, key=rank)[0]
 
 
 def _number(text: bytes) -> int:

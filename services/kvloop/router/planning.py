@@ -1,19 +1,24 @@
 """What is settled before the first leg: where the history might be, and how to come by the prompt's KV."""
 
 import asyncio
+from collections.abc import Sequence
 
 from kvloop.metastore.hints import hint_lengths
 from kvloop.metastore.port import DirectoryUnavailable, PrefixFound
+from kvloop.router import belonging, placing
 from kvloop.router import costs as cost_model
-from kvloop.router import placing
 from kvloop.router import verdict as verdicts
 from kvloop.router.explain import Weighed
+from kvloop.router.identity import Owner
 from kvloop.router.settings import RouterSettings
 from kvloop.router.turn import Tools, Turn
 from kvloop.router.verdict import Why
 from kvloop.router.worker import DecodeWorker
 from kvloop.runtime.digests import hint_group
 from kvloop.v1alpha1 import lease_pb2, router_service_pb2, turn_pb2
+
+_ROUND_TRIPS = 2
+"""Of a lookup, at most: names or hints, then on a cluster what the hints lead to."""
 
 
 async def lookup(turn: Turn, tools: Tools) -> None:
@@ -26,23 +31,27 @@ async def lookup(turn: Turn, tools: Tools) -> None:
         # conversation end at about the same time. A router's clock that is off can lose the later turn's
         # lease, which costs a cold turn; what is read is proven by digests all the same.
         turn.scope.turn_start_us = int(tools.clock.wall() * 1e6)
+        names = _names(turn, tools, belonging.owners(turn, tools))
         try:
-            found = await _look(turn, tools)
+            found = await _look(turn, tools, [*names])
         except DirectoryUnavailable:
             turn.directory_failed = True
             return
         if found is not None:
+            useful = belonging.join(turn, tools, found, names.get(found.scope, turn.owner))
             turn.scope.turn_start_us = found.found.turn_start_us
-            _take(turn, found)
+            _take(turn, found if useful else None)
 
 
-async def _look(turn: Turn, tools: Tools) -> PrefixFound | None:
+async def _look(turn: Turn, tools: Tools, scopes: Sequence[bytes]) -> PrefixFound | None:
     """Ask the directory; None when there is nothing to ask for. Raises DirectoryUnavailable."""
-    scopes, digests = _scopes(turn, tools), _beginnings(turn, tools)
+    digests = _beginnings(turn, tools)
     if not scopes and not digests:
         return None
     try:
-        async with asyncio.timeout(tools.settings.directory_timeout_ms / 1000):
+        # A store bounds each round trip itself, and what ends there opens its breaker; a turn that gave up at
+        # the same time would keep that from happening.
+        async with asyncio.timeout(_ROUND_TRIPS * tools.settings.directory_timeout_ms / 1000):
             if len(scopes) == 1 and not digests:
                 found = await tools.directory.lookup(scopes[0])
                 return PrefixFound(scopes[0] if found.entry is not None else b"", -1, found)
@@ -51,15 +60,19 @@ async def _look(turn: Turn, tools: Tools) -> PrefixFound | None:
         raise DirectoryUnavailable from None
 
 
-def _scopes(turn: Turn, tools: Tools) -> list[bytes]:
+def _names(turn: Turn, tools: Tools, owners: Sequence[Owner]) -> dict[bytes, Owner]:
+    """Return the scopes that a lease may have, the best one's first, and whose each is."""
     if not tools.settings.reuse:
-        return []
+        return {}
     conversation, parent = turn.request.conversation_id, turn.request.parent_conversation_id
-    scopes = [turn.scope.scope] if conversation else []
-    if parent and parent != conversation:
-        scopes.append(tools.identities.scope(turn.owner, parent))
-    # A fork goes where the conversation that it comes from has left its prefix.
-    turn.home = scopes[-1] if scopes else b""
+    scopes: dict[bytes, Owner] = {}
+    for name in dict.fromkeys(name for name in (conversation, parent) if name):
+        own = turn.scope.scope if name == conversation else tools.identities.scope(turn.owner, name)
+        # A fork goes where the conversation that it comes from has left its prefix.
+        turn.home = own
+        scopes[own] = turn.owner
+        for owner in owners[1:]:
+            scopes[tools.identities.scope(owner, name)] = owner
     return scopes
 
 
@@ -154,7 +167,7 @@ def _describe(
         ready=worker.reachable,
         same_epoch=info.epoch == entry.epoch,
         can_serve_reads=can_serve,
-        can_go_on=can_serve and info.prefix_caching and not worker.draining,
+        can_go_on=can_serve and info.prefix_caching and not worker.leaving,
         direct_tokens=worker.direct_tokens,
         overloaded=can_serve and tools.pool.is_overloaded(turn.served, worker, decode_ahead(turn, tools)),
     )
@@ -216,7 +229,8 @@ async def look_again(turn: Turn, tools: Tools, *, direct: bool = True) -> None:
     gone = turn.entry.lease_id if turn.entry is not None else ""
     with turn.timed("lookup_again"):
         try:
-            _take(turn, await _look(turn, tools))
+            # In the group that serves it by now.
+            _take(turn, await _look(turn, tools, [*_names(turn, tools, [turn.owner])]))
         except DirectoryUnavailable:
             turn.entry = None
     if turn.entry is not None and turn.entry.lease_id == gone:

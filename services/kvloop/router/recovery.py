@@ -18,7 +18,7 @@ def start_again(turn: Turn, tools: Tools, failed: LegFailed) -> bool:
     Raises the Failure with which the turn ends.
     """
     failure = failed.failure
-    if turn.time_left_s() <= 0:
+    if turn.out_of_time:
         raise Failure(Reason.ERROR_REASON_DEADLINE_EXCEEDED, "the turn ran out of time") from None
     if failed.callers_fault:
         raise failure from None
@@ -30,7 +30,9 @@ def start_again(turn: Turn, tools: Tools, failed: LegFailed) -> bool:
     tools.watch.retried(failure, migrated=turn.streaming)
     event = "answer_migrates" if turn.streaming else "turn_started_again"
     _log.warning(event, request_id=turn.request_id, reason=failure.reason_name)
-    if turn.decided.verdict != Verdict.VERDICT_RECOMPUTE:
+    # A worker that goes away says nothing against what is held elsewhere, or there.
+    keeps = failed.going_away and not turn.streaming and turn.decided.verdict == Verdict.VERDICT_READBACK
+    if turn.decided.verdict != Verdict.VERDICT_RECOMPUTE and not keeps:
         turn.decision = verdicts.cold(Why.REUSE_REASON_READ_FAILED)
     # A holder that failed is no longer preferred; one that is well still has most of the blocks.
     if turn.holder in turn.avoid:

@@ -93,7 +93,7 @@ class RouterServicer:
             tenant = self._tenant(context)
             turn = steps.admit(request, tenant, time_left_s(context), self._tools)
             with turn.timed("queue"):
-                await self._tools.admission.enter(turn.time_left_s())
+                await self._tools.admission.enter(turn.time_left_s(), turn.patience)
         except Failure as failure:
             self._tools.watch.refused(failure)
             raise

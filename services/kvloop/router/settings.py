@@ -77,9 +77,9 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     max_turns_per_worker: Annotated[int, Field(ge=1)] | None = None
     """Turns that this router gives one worker at a time; absent: any number."""
     max_queued_turns: Annotated[int, Field(ge=0)] = 256
-    """Turns that wait, all before their first leg; more are told to come back."""
+    """Turns that wait to be let in; more are told to come back. Those let in wait for places at workers."""
     queue_timeout_ms: Annotated[float, Field(gt=0)] = 2000.0
-    """How long a turn waits, at most to its deadline, before it is told to come back."""
+    """How long a turn waits in all, at most to its deadline, before it is told to come back."""
     max_sessions: Annotated[int, Field(ge=1)] = 10_000
     """Sessions open at once; more are told to come back."""
     session_alive_s: Annotated[float, Field(ge=0.05, le=3600)] = 30.0
@@ -87,7 +87,7 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     retry_after_ms: Annotated[int, Field(ge=1)] = 200
     """When an overloaded router asks to be tried again."""
     directory_timeout_ms: Annotated[float, Field(gt=0, le=10_000)] = 25.0
-    """How long a turn waits for the directory before it goes on cold."""
+    """How long a turn waits for the directory before it goes on cold; a cluster may be asked twice."""
     prefill_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """Longest prefill leg; a worker that takes longer counts as failed."""
     first_chunk_timeout_s: Annotated[float, Field(gt=0)] = 60.0
@@ -96,7 +96,7 @@ class RouterSettings(ObservedSettings, GuardedSettings):
     """Longest silence (up to a quarter more) of a decode leg that has begun, though its worker answers
     questions; then the answer goes on elsewhere. Work of others may hold up a worker for seconds."""
     max_attempts: Annotated[int, Field(ge=1, le=5)] = 2
-    """Tries of a turn before its first chunk; every try but the first is cold."""
+    """Tries of a turn before its first chunk; all but the first are cold, unless a worker only went away."""
     max_migrations: Annotated[int, Field(ge=0, le=16)] = 4
     """How often an answer that has begun may be taken up by another decode worker."""
     first_token_from_prefill: bool = True

@@ -11,6 +11,7 @@ later, the answer goes on there (migration.py).
 import asyncio
 import secrets
 
+from kvloop.router import belonging
 from kvloop.router.attempts import decode, go_on, prefill
 from kvloop.router.beginning import begin
 from kvloop.router.explain import reuse_of
@@ -102,7 +103,7 @@ def admit(
     check_salt(request.cache_salt)
     if request.reuse_policy not in _POLICIES:
         raise invalid("reuse_policy", "is not a known policy")
-    served = tools.pool.resolve(request.model, request.adapter)
+    served = tools.pool.resolve(request.model, request.adapter, lambda: belonging.key(request, tenant, tools))
     checks.check_sampling(request.sampling, vocab_size=served.vocab_size)
     checks.check_retention(request.retention)
     prompt = request.prompt_token_ids
@@ -121,6 +122,7 @@ def admit(
         clock=tools.clock,
         request_id=request.request_id or secrets.token_hex(16),
         started=started,
+        patience=tools.admission.patience(),
         served=served,
         owner=owner,
         scope=tools.identities.turn_scope(owner, conversation),

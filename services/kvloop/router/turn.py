@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvloop.metastore.port import LeaseDirectory
-from kvloop.router.admission import Admission
+from kvloop.router.admission import Admission, Patience
+from kvloop.router.groups import Served
 from kvloop.router.identity import Identities, Owner
 from kvloop.router.legs import Background
 from kvloop.router.migration import Replay, continued, only
@@ -15,7 +16,7 @@ from kvloop.router.settings import RouterSettings
 from kvloop.router.verdict import Decision
 from kvloop.router.watching import TurnWatch
 from kvloop.router.worker import AnyWorker, DecodeWorker
-from kvloop.router.workers import Pair, Served, WorkerPool
+from kvloop.router.workers import Pair, WorkerPool
 from kvloop.runtime import tokens, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.digests import Prefixes
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from kvloop.router.book import CostBook
     from kvloop.router.canary import Canary
     from kvloop.router.explain import Memory, Weighed
+
+_SLACK_S = 0.02
+"""Timers count in milliseconds: a leg may be ended a little before its turn's deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Turn:
     request_id: str
     """As given by the client, or minted."""
     started: float
+    patience: Patience
+    """What it has left of it for lines."""
 
     # admit
     served: Served
@@ -184,6 +190,11 @@ class Turn:
     def time_left_s(self) -> float:
         """Return the seconds until the caller's deadline; negative when it is over."""
         return self.deadline - self.clock.monotonic()
+
+    @property
+    def out_of_time(self) -> bool:
+        """Tell whether the caller's deadline is over, or too close for another attempt."""
+        return self.time_left_s() <= _SLACK_S
 
     def first_event(self) -> None:
         """Call what waits for the first event, once."""

@@ -14,6 +14,8 @@ from kvloop.v1alpha1 import worker_pb2
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
+_SOON_S = 2 * _FIRST_PAUSE_S
+"""What is left of a pause that is not worth another worker's computing a history anew."""
 _SLOW_ANSWERS = 3
 """So many unanswered questions in a row mean that a worker is gone; a busy one may miss one or two."""
 
@@ -117,7 +119,9 @@ class Worker(Generic[L]):
         self.places = 0
         """Turns of this router's that have a place there, their legs begun or not."""
         self.draining = False
-        """Said to take no new turns; what it holds can still be read."""
+        """Has said that it takes no new turns; what it holds can still be read."""
+        self.unlisted = False
+        """Whether the name that led to it leads elsewhere by now; the same follows."""
         self.capacity = 0.0
         """Turns that it takes at a time, as it says; 0: not known."""
         self.pending_ms = 0.0
@@ -148,7 +152,17 @@ class Worker(Generic[L]):
     @property
     def ready(self) -> bool:
         """Tell whether turns may be sent there: reachable, and not going away."""
-        return self.reachable and not self.draining
+        return self.reachable and not self.leaving
+
+    @property
+    def leaving(self) -> bool:
+        """Tell whether it is to have no new turns, by its own word or its name's."""
+        return self.draining or self.unlisted
+
+    @property
+    def soon_ready(self) -> bool:
+        """Tell whether the worker is ready, or will be as soon as a short pause is over."""
+        return self.present and not self.leaving and self._clock.monotonic() >= self._paused_until - _SOON_S
 
     @property
     def reachable(self) -> bool:
@@ -189,6 +203,8 @@ class Worker(Generic[L]):
             self._failures, self._paused_until = 0, 0.0
             self._reported_load, self._others, self.capacity, self.draining = 0.0, 0.0, 0.0, False
             _log.info("worker_restarted", worker=self.name, endpoint=self.endpoint)
+        if info.HasField("draining"):
+            self.draining = info.draining
         changed = before is None or _facts(before) != _facts(info)
         if changed:
             self.on_facts()
@@ -200,7 +216,9 @@ class Worker(Generic[L]):
         Another life is asked for its facts. What is read twice was not said twice: the load was what it was.
         """
         if self.info is not None and self.info.epoch == epoch:
-            now, self.draining = self._clock.monotonic(), draining
+            now = self._clock.monotonic()
+            # The registry may be behind what the worker says itself.
+            self.draining = draining or (self.draining and self.info.HasField("draining"))
             if load != self._reported_load or now - self._reported_at >= _SAID_EVERY_S:
                 # Its own legs this router knows better, now and later.
                 self._others = max(0.0, load - self.in_flight)
@@ -244,6 +262,11 @@ class Worker(Generic[L]):
         A worker that was stopped keeps its connections, so nothing else would tell.
         """
         return Calling(self._calls, limit_s, heard)
+
+    def drains(self) -> None:
+        """Note that the worker refused a leg because it is going away."""
+        self.draining = True
+        self.ask_now.set()
 
     def failed(self) -> None:
         """Note a failed leg: no turns for a while, longer each time in a row.

@@ -2,7 +2,9 @@
 
 Each worker is asked for its facts in the background. P and D make a pair only when they serve the same
 weights and their engines can exchange KV (equal compatibility digests): such workers form a group, and a
-turn stays within one.
+turn stays within one. While workers are replaced there may be two groups of one model: a conversation then
+stays with the one that holds it, and a new one goes where its name hashes to, by the groups' sizes. Every
+router comes to the same without asking, so turns behind a balancer do not go to and fro.
 
 A conversation has a home among the prefill workers, whose prefix cache then has what the last prompt left
 (placing.py). What a turn costs here does not depend on how many workers there are: who serves a model is
@@ -12,21 +14,21 @@ Workers are named in the settings, or announce themselves in the store (discover
 """
 
 import asyncio
+import itertools
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvloop.router import placing
+from kvloop.router.groups import NO_WORKER_RETRY_S, Served, group_of, versions
 from kvloop.router.legs import DecodeLink, LegFailed, PrefillLink
 from kvloop.router.pairs import Pairs
 from kvloop.router.settings import RouterSettings
 from kvloop.router.worker import AnyWorker, DecodeWorker, L, PrefillWorker, Worker
 from kvloop.runtime.clock import Clock
-from kvloop.runtime.errors import Failure, Reason, invalid
+from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.security import PLAIN, Security
-from kvloop.v1alpha1 import worker_pb2
 
-_NO_WORKER_RETRY_S = 0.5
 _OVERLOADED_BY = 8
 """A preferred decode worker may have so many turns' work more than twice the least loaded one's."""
 _PREFILL_OVERLOADED_BY = 2
@@ -34,33 +36,8 @@ _PREFILL_OVERLOADED_BY = 2
 _ASKED_PER_S = 100
 """Questions that a router asks all its workers in a second, as long as all is well."""
 _MAX_HOMES = 64
-_READY_FOR_S = 0.25
-"""How long a count of the workers that are ready is good, where several groups serve a model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A model as one group of workers serves it."""
-
-    name: str
-    revision: str
-    adapter: str
-    compatibility: str
-    max_model_len: int
-    vocab_size: int
-    kv_recompute_threshold: int
-    default_max_tokens: int | None = None
-    """Of an answer that asks for none; 0: what max_model_len leaves. None: not known, or not one number."""
-
-    def fits(self, info: worker_pb2.WorkerInfo | None) -> bool:
-        """Tell whether a worker belongs to the group and serves the adapter."""
-        return (
-            info is not None
-            and info.model.name == self.name
-            and info.model.revision == self.revision
-            and info.compatibility == self.compatibility
-            and (not self.adapter or self.adapter in info.adapters)
-        )
+_COUNTED_FOR_S = 0.25
+"""How long a count of the workers of many is good, where several groups serve a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +65,16 @@ class _Group:
         return max(len(self.prefills), len(self.decodes)) > placing.FEW
 
 
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """Of a group's workers."""
+
+    standing: int
+    """2: both legs have a ready one; 1: one that answers; 0: neither."""
+    present: int
+    """Those that answer and stay: whether one pauses, each router sees for itself."""
+
+
 class WorkerPool:
     """Workers, watched."""
 
@@ -112,7 +99,7 @@ class WorkerPool:
         self._homes: dict[Served, placing.Homes] = {}
         """The former ones: a worker that restarts in its place moves nobody."""
         self._by_epoch: dict[str, DecodeWorker] | None = None
-        self._ready: dict[Served, tuple[float, tuple[int, int]]] = {}
+        self._counts: dict[Served, tuple[float, _Count]] = {}
         for worker in self._all():
             worker.on_facts = self._forget
         self.changed = asyncio.Event()
@@ -175,24 +162,41 @@ class WorkerPool:
 
     def can_serve(self) -> bool:
         """Tell whether some pair is present."""
-        groups = {_group(worker.info) for worker in self.prefill if worker.present}
-        return any(_group(worker.info) in groups for worker in self.decode if worker.present)
+        groups = {group_of(worker.info) for worker in self.prefill if worker.present}
+        return any(group_of(worker.info) in groups for worker in self.decode if worker.present)
 
-    def resolve(self, name: str, adapter: str) -> Served:
-        """Return the model asked for, in the group best able to serve it now.
+    def resolve(self, name: str, adapter: str, key: Callable[[], bytes] = bytes) -> Served:
+        """Return the model asked for, in the group to which a turn belongs that nobody holds anything of.
 
-        Failures: MODEL_NOT_FOUND, NO_WORKER before any worker is known, INVALID_FIELD for no name where
-        several models are served.
+        key: what decides, where there are several. Failures: MODEL_NOT_FOUND, NO_WORKER before any worker is
+        known, INVALID_FIELD for no name where several models are served.
         """
         served = self.versions(name, adapter)
-        return served[0] if len(served) == 1 else max(served, key=self._pairs_ready)
+        if len(served) == 1:
+            return served[0]
+        counts = {one: self._count(one) for one in served}
+        best = max(count.standing for count in counts.values())
+        able = [(one, count.present) for one, count in counts.items() if count.standing == best]
+        return placing.by_weight(key(), able, lambda one: f"{one.revision}/{one.compatibility}".encode())
+
+    def keeps(self, served: Served) -> bool:
+        """Tell whether a group can go on with what it holds: both legs have a worker, or will soon."""
+        group = self._group_of(served)
+        return any(w.soon_ready for w in group.prefills) and any(w.soon_ready for w in group.decodes)
 
     def versions(self, name: str, adapter: str) -> list[Served]:
         """Return the model in every group that serves it. Failures as for resolve."""
         known = self._served.get((name, adapter))
         if known is None:
-            known = self._served[(name, adapter)] = self._versions(name, adapter)
+            known = self._served[(name, adapter)] = versions(self._all(), name, adapter)
         return known
+
+    def siblings(self, served: Served) -> list[Served]:
+        """Return all groups that serve a group's model now; itself when it is the only one, or gone."""
+        try:
+            return self.versions(served.name, served.adapter)
+        except Failure:
+            return [served]
 
     def holder(self, endpoint: str, epoch: str) -> DecodeWorker | None:
         """Return the worker a directory entry speaks of, or None when it is none of ours.
@@ -286,7 +290,7 @@ class WorkerPool:
                 raise Failure(
                     Reason.ERROR_REASON_NO_WORKER,
                     f"no {role} worker is ready",
-                    retry_after_s=_NO_WORKER_RETRY_S,
+                    retry_after_s=NO_WORKER_RETRY_S,
                 )
         if limit is not None:
             prefills = [w for w in prefills if w.places < limit]
@@ -361,7 +365,7 @@ class WorkerPool:
         """Forget what was worked out from the workers' facts."""
         self._served.clear()
         self._groups.clear()
-        self._ready.clear()
+        self._counts.clear()
         self._by_epoch = None
 
     def _all(self) -> list[AnyWorker]:
@@ -393,47 +397,15 @@ class WorkerPool:
         )
         return measure.better(one, other, self._rng)
 
-    def _pairs_ready(self, served: Served) -> tuple[int, int]:
+    def _count(self, served: Served) -> "_Count":
         group, now = self._group_of(served), self._clock.monotonic()
-        until, counts = self._ready.get(served, (0.0, (0, 0)))
+        until, count = self._counts.get(served, (0.0, _Count(0, 0)))
         if not group.large or now >= until:
-            prefills = sum(worker.ready for worker in group.prefills)
-            decodes = sum(worker.ready for worker in group.decodes)
-            counts = min(prefills, decodes), prefills + decodes
-            self._ready[served] = (now + _READY_FOR_S, counts)
-        return counts
-
-    def _versions(self, name: str, adapter: str) -> list[Served]:
-        infos = [worker.info for worker in self._all() if worker.info is not None]
-        if not infos:
-            raise Failure(
-                Reason.ERROR_REASON_NO_WORKER, "no worker has answered yet", retry_after_s=_NO_WORKER_RETRY_S
-            )
-        names = {info.model.name for info in infos}
-        if not name and len(names) > 1:
-            raise invalid("model", "several models are served; name one")
-        chosen = name or next(iter(names))
-        if chosen not in names:
-            raise Failure(Reason.ERROR_REASON_MODEL_NOT_FOUND, "no such model is served", field="model")
-        able = [i for i in infos if i.model.name == chosen and (not adapter or adapter in i.adapters)]
-        if not able:
-            raise Failure(Reason.ERROR_REASON_MODEL_NOT_FOUND, "no such adapter is served", field="adapter")
-        groups: dict[tuple[str, str, str] | None, list[worker_pb2.WorkerInfo]] = {}
-        for info in able:
-            groups.setdefault(_group(info), []).append(info)
-        return [
-            Served(
-                name=chosen,
-                revision=members[0].model.revision,
-                adapter=adapter,
-                compatibility=members[0].compatibility,
-                max_model_len=min(info.max_model_len for info in members),
-                vocab_size=min(info.vocab_size for info in members),
-                kv_recompute_threshold=max(info.kv_recompute_threshold for info in members),
-                default_max_tokens=_default_max_tokens(members),
-            )
-            for members in groups.values()
-        ]
+            roles: tuple[list[AnyWorker], ...] = ([*group.prefills], [*group.decodes])
+            standing = sum(all(any(map(test, role)) for role in roles) for test in (_is_ready, _is_present))
+            count = _Count(standing, sum(map(_is_present, itertools.chain(*roles))))
+            self._counts[served] = (now + _COUNTED_FOR_S, count)
+        return count
 
     async def _watch(self, worker: AnyWorker) -> None:
         # Spread over the interval, so that many workers are not all asked in the same instant.
@@ -468,14 +440,9 @@ class WorkerPool:
             self.changed.set()
 
 
-def _default_max_tokens(members: list[worker_pb2.WorkerInfo]) -> int | None:
-    told = {info.default_max_tokens if info.HasField("default_max_tokens") else None for info in members}
-    return told.pop() if len(told) == 1 else None
-
-
-def _group(info: worker_pb2.WorkerInfo | None) -> tuple[str, str, str] | None:
-    return None if info is None else (info.model.name, info.model.revision, info.compatibility)
-
-
 def _is_ready(worker: AnyWorker) -> bool:
     return worker.ready
+
+
+def _is_present(worker: AnyWorker) -> bool:
+    return worker.present and not worker.leaving

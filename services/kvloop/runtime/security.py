@@ -133,6 +133,10 @@ class Security:
         shown = grpc.metadata_call_credentials(_ShowToken(self.tokens))
         return grpc.composite_channel_credentials(credentials, shown)
 
+    def shown_token(self) -> str:
+        """Return the token that calls made now show to workers; "" for none."""
+        return self.tokens.value()[0] if self.tokens is not None else ""
+
     def channel(self, endpoint: str, name: str = "") -> grpc.aio.Channel:
         """Return a channel to host:port. Connects on first use.
 
@@ -189,11 +193,12 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(_OURS):
             return handler
-        if self._knows(handler_call_details.invocation_metadata or ()):
+        if self.knows(handler_call_details.invocation_metadata or ()):
             return handler
         return _refusing(handler)
 
-    def _knows(self, metadata: Any) -> bool:
+    def knows(self, metadata: Any) -> bool:
+        """Tell whether a call with this metadata shows a token that is good now."""
         shown = next((value for key, value in metadata if key == "authorization"), "")
         if not isinstance(shown, str) or not shown.startswith(_BEARER):
             return False
@@ -202,11 +207,14 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         return sum(hmac.compare_digest(token, known.encode()) for known in self._tokens.value()) > 0
 
 
-def _refusing(handler: Any) -> Any:
-    failure = Failure(Reason.ERROR_REASON_UNAUTHENTICATED, "a worker token is required")
+def unauthenticated() -> Failure:
+    """Return the failure of a call that shows no good token."""
+    return Failure(Reason.ERROR_REASON_UNAUTHENTICATED, "a worker token is required")
 
+
+def _refusing(handler: Any) -> Any:
     async def unary(_request: Any, context: Any) -> None:
-        await abort(context, failure)
+        await abort(context, unauthenticated())
 
     async def stream(request: Any, context: Any) -> Any:
         await unary(request, context)

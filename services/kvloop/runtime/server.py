@@ -6,8 +6,8 @@ until the end.
 
 import asyncio
 import signal
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -51,8 +51,12 @@ class GrpcServer:
     ) -> None:
         """Make the server; one for peers asks callers for certificates and the worker token, where given."""
         guards: list[grpc.aio.ServerInterceptor] = [ParseGuard()]
+        self.admits: Callable[[Any], bool] | None = None
+        """Tells by its metadata whether a stream may go on carrying calls; None: any may."""
         if for_peers and security.tokens is not None:
-            guards.insert(0, TokenGuard(security.tokens))
+            guard = TokenGuard(security.tokens)
+            guards.insert(0, guard)
+            self.admits = guard.knows
         self.server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
         self._credentials = security.server_credentials(ask_clients=for_peers)
         self._health = health.aio.HealthServicer()

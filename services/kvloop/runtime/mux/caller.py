@@ -242,9 +242,18 @@ class Caller:
     """Calls one worker's method."""
 
     def __init__(
-        self, attach: Attach, make_batch: Callable[..., Any], failed: Callable[[CallFailed], Exception]
+        self,
+        attach: Attach,
+        make_batch: Callable[..., Any],
+        failed: Callable[[CallFailed], Exception],
+        shows: Callable[[], str] = str,
     ) -> None:
-        """Take what opens a stream, the class of its messages, and what makes a failed call's exception."""
+        """Take what opens a stream, the class of its messages, and what makes a failed call's exception.
+
+        shows: what a stream that is opened now shows of who calls; once that is another, so is the stream.
+        """
+        self._shows = shows
+        self._shown = ""
         self._attach = attach
         self._make_batch = make_batch
         self._failed = failed
@@ -336,8 +345,12 @@ class Caller:
             raise self._failed(CallFailed(None, "UNAVAILABLE"))
         if len(request) > PAYLOAD_BYTES:
             raise self._failed(CallFailed(None, "RESOURCE_EXHAUSTED"))
-        session = self._session
+        shown, session = self._shows(), self._session
+        if session is not None and shown != self._shown:
+            self.renew(self._opened)
+            session = self._session
         if session is None or session.ended:
+            self._shown = shown
             if session is not None:
                 self._retire(session, session.close())
             session = self._session = _Session(self._attach(), self._make_batch)

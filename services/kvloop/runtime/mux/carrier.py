@@ -17,6 +17,7 @@ from google.rpc import code_pb2, status_pb2
 from kvloop.runtime import logs
 from kvloop.runtime.errors import Failure, Reason, to_status
 from kvloop.runtime.mux.frames import MAX_CALLS, PAYLOAD_BYTES, WINDOW_BYTES, Outbox
+from kvloop.runtime.security import unauthenticated
 from kvloop.runtime.servicing import check_parsed, lenient
 from kvloop.v1alpha1 import attach_pb2
 
@@ -148,6 +149,10 @@ class _Stream:
     def _take(self, frame: attach_pb2.CallFrame) -> None:
         event = frame.WhichOneof("event")
         if event == "open":
+            admits = self._carrier.admits
+            if admits is not None and not admits(self._context.invocation_metadata() or ()):
+                self._end(frame.call, to_status(unauthenticated()))
+                return
             if len(self._calls) >= MAX_CALLS or frame.call in self._calls:
                 refusal = Failure(Reason.ERROR_REASON_OVERLOADED, "too many calls on one stream")
                 self._end(frame.call, to_status(refusal))
@@ -230,6 +235,8 @@ class Carrier:
         self.method = method
         self.parse = lenient(request.FromString)
         self.draining = False
+        self.admits: Callable[[Any], bool] | None = None
+        """Tells by its metadata whether a stream may carry one more call; None: any may."""
         self._make_batch = make_batch
         self._streams: set[_Stream] = set()
 
