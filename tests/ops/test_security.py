@@ -55,7 +55,8 @@ def files(folder: Path, role: str) -> dict[str, str]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(folder: Path) -> AsyncIterator[Fleet]:
     token = {"worker_token_file": str(folder / "worker-token")}
-    metrics = {"metrics_listen": "127.0.0.1:0"}
+    # A busy machine may be late; that is not what is asked here.
+    metrics = {"metrics_listen": "127.0.0.1:0", "directory_timeout_ms": 2000.0}
     plan = FleetPlan(
         prefill=[{**files(folder, "prefill"), **token, **metrics}],
         decode=[{**files(folder, "decode"), **token, **metrics}],
