@@ -33,6 +33,8 @@ async def main(settings: dict[str, Any]) -> None:
                 result = await generate(engine, message)
             elif message["op"] == "reset":
                 result = await engine.reset_prefix_cache()
+            elif message["op"] == "abort":
+                result = await engine.abort(message["request_id"])
             elif message["op"] == "preemptions":
                 result = counters.snapshot().preemptions
             else:
