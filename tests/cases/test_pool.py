@@ -71,6 +71,20 @@ async def test_twice_the_pool(case: Case, history: list[int], suffix: list[int])
     assert await preemptions(case) == before
     assert reused["held"] > conversations // 2
     assert reused["not held"] == 0
+    await fill(case)
+    await grow(case, answers=4, tokens=400)
+    assert await preemptions(case) == before
+
+
+async def grow(case: Case, *, answers: int, tokens: int) -> None:
+    """Play long answers at once at the small D, which grow into blocks that are held."""
+    free = (await case.stack.info("d2")).pool.free_blocks
+    assert free < answers * tokens // case.stack.block_size
+    turns = [
+        case.turn(unheard(60), case.name(f"long{n}"), check=False, max_tokens=tokens, retention=NOTHING_HELD)
+        for n in range(answers)
+    ]
+    assert [len(answer.ids) for answer in await asyncio.gather(*turns)] == [tokens] * answers
 
 
 @pytest.mark.parametrize("router", ["small-direct"])

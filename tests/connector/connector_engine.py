@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from kvloop.connector.process import die_with
+from kvloop.engine.vllm.stats import Counters
 
 
 async def main(settings: dict[str, Any]) -> None:
@@ -18,7 +19,11 @@ async def main(settings: dict[str, Any]) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     transfer = settings["transfer"] and KVTransferConfig(**settings["transfer"])
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(kv_transfer_config=transfer, **settings["engine"]))
+    counters = Counters()
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(kv_transfer_config=transfer, **settings["engine"]),
+        stat_loggers=[counters.factory()],
+    )
     stop = asyncio.Event()
 
     async def answer(line: bytes, writer: asyncio.StreamWriter) -> None:
@@ -28,6 +33,10 @@ async def main(settings: dict[str, Any]) -> None:
                 result = await generate(engine, message)
             elif message["op"] == "reset":
                 result = await engine.reset_prefix_cache()
+            elif message["op"] == "abort":
+                result = await engine.abort(message["request_id"])
+            elif message["op"] == "preemptions":
+                result = counters.snapshot().preemptions
             else:
                 result = None
                 stop.set()
@@ -48,8 +57,9 @@ async def main(settings: dict[str, Any]) -> None:
 
 async def generate(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
     from vllm.inputs import TokensPrompt
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
+    repetition = message.get("repetition")
     sampling = SamplingParams(
         temperature=0.0,
         max_tokens=message["max_tokens"],
@@ -60,6 +70,7 @@ async def generate(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
         logit_bias={int(k): v for k, v in message["logit_bias"].items()}
         if message.get("logit_bias")
         else None,
+        repetition_detection=RepetitionDetectionParams(**repetition) if repetition else None,
         detokenize=bool(message.get("stop")),
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": message["params"]} if message.get("params") is not None else None,

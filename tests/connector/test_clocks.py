@@ -23,27 +23,64 @@ class Host:
 
     def asleep(self, seconds: float) -> None:
         self.boot += seconds
+        self.paused(seconds)
+
+    def paused(self, seconds: float) -> None:
+        """Stand still as a virtual machine does that is stopped from outside."""
         self.wall += seconds
 
 
+def compared(host: Host) -> PeerClocks:
+    clocks = PeerClocks(host)
+    clocks.compare("e", OFFSET, host())
+    return clocks
+
+
 def left(host: Host, clocks: PeerClocks) -> float:
-    return clocks.deadline("e", OFFSET, EXPIRY) - host.counter
+    return clocks.deadline("e", EXPIRY) - host.counter
 
 
 def test_right_after_the_handshake_the_offset_is_all() -> None:
     host = Host()
-    assert left(host, PeerClocks(host)) == EXPIRY - OFFSET - 10.0
+    assert left(host, compared(host)) == EXPIRY - OFFSET - 10.0
 
 
-@pytest.mark.parametrize("seconds", [0.1, 30.0, 3600.0])
-def test_a_host_that_slept_knows_that_its_peer_did_not(seconds: float) -> None:
+def test_without_a_comparison_every_deadline_has_passed() -> None:
     host = Host()
-    clocks = PeerClocks(host)
+    clocks = compared(host)
+    assert clocks.deadline("another", EXPIRY) == float("-inf")
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds"),
+    [("asleep", 0.1), ("asleep", 30.0), ("asleep", 3600.0), ("paused", JUMP_S + 0.1), ("paused", 60.0)],
+)
+def test_a_host_that_stood_still_knows_that_its_peer_did_not(how: str, seconds: float) -> None:
+    host = Host()
+    clocks = compared(host)
     before = left(host, clocks)
-    host.asleep(seconds)
+    getattr(host, how)(seconds)
     assert left(host, clocks) == pytest.approx(before - seconds)
-    # Another handshake has seen it already.
-    assert clocks.deadline("e", OFFSET + seconds, EXPIRY + seconds) == pytest.approx(100.0)
+    # Another comparison has seen it already.
+    clocks.compare("e", OFFSET + seconds, host())
+    assert clocks.deadline("e", EXPIRY + seconds) == pytest.approx(100.0)
+
+
+def test_time_that_passed_since_the_moment_of_the_comparison_is_charged_though_it_was_noted_later() -> None:
+    host = Host()
+    clocks, moment = PeerClocks(host), host()
+    host.paused(60.0)
+    clocks.compare("e", OFFSET, moment)
+    assert left(host, clocks) == pytest.approx(EXPIRY - OFFSET - 10.0 - 60.0)
+
+
+@pytest.mark.parametrize("seconds", [JUMP_S - 0.1, -0.1, -3600.0])
+def test_a_wall_clock_that_is_set_right_costs_nothing(seconds: float) -> None:
+    host = Host()
+    clocks = compared(host)
+    before = left(host, clocks)
+    host.paused(seconds)
+    assert left(host, clocks) == before
 
 
 @pytest.mark.parametrize(
@@ -51,7 +88,7 @@ def test_a_host_that_slept_knows_that_its_peer_did_not(seconds: float) -> None:
 )
 def test_an_old_comparison_is_charged_for(age: float, charged: float) -> None:
     host = Host()
-    clocks = PeerClocks(host)
+    clocks = compared(host)
     before = left(host, clocks)
     host.awake(age)
     assert left(host, clocks) == pytest.approx(before - age - charged)

@@ -11,7 +11,7 @@ from kvloop.connector.control import ControlError
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
 
-@pytest.mark.parametrize("ending", ["eos", "stop token", "stop string", "length", "one token"])
+@pytest.mark.parametrize("ending", ["eos", "stop token", "stop string", "repetition", "length", "one token"])
 async def test_every_ending_is_held_and_readable(p: Engine, plain: Engine, d: Engine, ending: str) -> None:
     async with Balance(p, d):
         lease, prompt = new_id("lease"), fresh_prompt(140)
@@ -26,11 +26,14 @@ async def test_every_ending_is_held_and_readable(p: Engine, plain: Engine, d: En
         elif ending == "stop string":
             expected = answer[: answer.index(answer[9]) + 1]
             more, finish = {"stop": [f"w{answer[9]} "]}, "stop"
+        elif ending == "repetition":
+            expected, finish = [7] * 4, "repetition"
+            more = {"logit_bias": {"7": 1e6}, "repetition": {"max_pattern_size": 1, "min_count": 4}}
         elif ending == "one token":
             expected = answer[:1]
         result = await d.decode(prompt, len(expected) if not more else ANSWER, lease=lease, **more)
         assert result["finish"] == finish
-        if ending in {"stop token", "length", "one token"}:
+        if ending in {"stop token", "repetition", "length", "one token"}:
             assert result["tokens"] == expected
         history = prompt + result["tokens"]
         hold = await d.control.hold(lease, 5.0)
@@ -166,7 +169,9 @@ async def test_running_requests_grow_into_held_blocks(plain: Engine, d: Engine) 
         for _ in range(12):
             await first_turn(d, 200)
         prompts = [fresh_prompt(60) for _ in range(4)]
+        before = await d.call("preemptions")
         results = await asyncio.gather(*(d.decode(prompt, 500) for prompt in prompts))
+        assert await d.call("preemptions") == before
         for prompt, result in zip(prompts, results, strict=True):
             assert result["tokens"] == await cold(plain, prompt, 500)
 

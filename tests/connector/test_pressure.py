@@ -16,6 +16,7 @@ class Pool:
         self.free = free
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(100)]
         self.cached: dict[bytes, Any] = {}
+        self.looked_up = 0
         for held in table.snapshots():
             read_id, _, hold = table.pin(held.lease_id, 5.0)
             table.unpin(held.lease_id, read_id)
@@ -34,6 +35,7 @@ class Pool:
         return self.free
 
     def get_cached_block(self, block_hash: bytes, _groups: list[int]) -> Any:
+        self.looked_up += 1
         return [self.cached[block_hash]] if block_hash in self.cached else None
 
 
@@ -171,3 +173,36 @@ def test_a_held_block_that_the_request_itself_takes_is_no_room() -> None:
     cached = pressure.CachedPrefix(pool, SimpleNamespace(block_hashes=[b"a"]), 1)
     assert relieved(pool, table, 3, cached) == []
     assert relieved(pool, table, 2, cached) == ["a0"]
+
+
+@pytest.mark.parametrize(
+    ("free", "needed", "looked_up"),
+    [(100, 10, 0), (16, 10, 0), (15, 10, 6), (10, 10, 6), (3, 10, 6), (1, 10, 6), (0, 10, 0)],
+)
+def test_a_prefix_is_looked_up_only_where_it_may_be_what_is_lacking(
+    free: int, needed: int, looked_up: int
+) -> None:
+    table = three()
+    pool = Pool(table, free)
+    pool.cached = {bytes([n]): pool.blocks[50 + n] for n in range(6)}
+    request = SimpleNamespace(block_hashes=[bytes([n]) for n in range(9)])
+    relieved(pool, table, needed, pressure.CachedPrefix(pool, request, 6))
+    assert pool.looked_up == looked_up
+
+
+def test_without_holds_nothing_is_looked_up() -> None:
+    table = HoldTable()
+    pool = Pool(table, 0)
+    relieved(pool, table, 0, pressure.CachedPrefix(pool, SimpleNamespace(block_hashes=[b"a"]), 1))
+    assert pool.looked_up == 0
+
+
+def test_what_was_looked_for_in_vain_a_moment_ago_is_not_looked_up_again() -> None:
+    table = three()
+    pool = Pool(table, 0)
+    for lease_id in ("a0", "a1", "a2"):
+        table.pin(lease_id, 5.0)
+    request = SimpleNamespace(block_hashes=[b"a", b"b"])
+    for _ in range(3):
+        assert relieved(pool, table, 4, pressure.CachedPrefix(pool, request, 2)) == []
+    assert pool.looked_up == 2

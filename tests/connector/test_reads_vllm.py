@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from connector_harness import BLOCK, Engine, fresh_prompt, new_id
-from connector_steps import ANSWER, Balance, cold, first_turn, nothing_held, read, until
+from connector_steps import ANSWER, Balance, cold, first_turn, has_free, has_less, nothing_held, read, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
@@ -114,3 +114,28 @@ async def test_a_decoder_that_needs_nothing_tells_the_prefill_engine(p: Engine, 
 
 async def fewer_held(engine: Engine, count: int) -> bool:
     return len(await engine.control.list()) < count
+
+
+async def test_an_aborted_read_is_reported_and_not_kept(p: Engine, plain: Engine, d: Engine) -> None:
+    async with Balance(p, d):
+        lease, history, _ = await first_turn(d)
+        prompt, turn_id = history + fresh_prompt(30), new_id("prefill")
+        grant = await d.control.begin_read(lease, 160, 20.0)
+        free = await p.free()
+        await p.control.stall("end")
+        reading = asyncio.ensure_future(
+            p.prefill(prompt, grant["params"], turn_id=turn_id, request_id=turn_id)
+        )
+        await until(lambda: has_less(p, free))
+        assert await p.control.report(turn_id, 0.0) is None
+        await p.call("abort", request_id=turn_id)
+        # From the report on D may let go of the blocks, and write others into them.
+        assert await p.control.report(turn_id, 20.0) is not None
+        await d.control.end_read(lease, grant["read_id"])
+        await d.control.release(lease)
+        await p.control.stall(None)
+        assert (await reading)["finish"] == "abort"
+        await until(lambda: has_free(p, free))
+        again = await p.generate(prompt, 8)
+        assert again["tokens"] == await cold(plain, prompt, 8)
+        assert again["cached"] == 0

@@ -70,3 +70,34 @@ def test_a_read_is_over_when_every_rank_has_read(scheduler: Any, turn: Callable[
     scheduler._note_read(other, both.reads["r"])
     assert not other.loading
     assert other.transfer == {"ms": 5.0, "bytes": 200, "descriptors": 6}
+
+
+@pytest.mark.parametrize(
+    ("status", "held"),
+    [
+        ("FINISHED_STOPPED", True),
+        ("FINISHED_LENGTH_CAPPED", True),
+        ("FINISHED_REPETITION", True),
+        ("FINISHED_ABORTED", False),
+        ("FINISHED_IGNORED", False),
+        ("FINISHED_ERROR", False),
+    ],
+)
+def test_a_turn_that_came_to_its_own_end_is_held(scheduler: Any, status: str, held: bool) -> None:
+    from vllm.v1.request import RequestStatus
+
+    from kvloop.connector.terms import parse_terms
+    from kvloop.connector.turns import Turn, TurnLog
+
+    hold = {"ttl_s": 60.0, "on_cancel": False, "tenant": "t"}
+    turn = Turn(parse_terms({"kvloop_turn": {"id": "t", "kind": "decode", "hold": hold}}, "r"))
+    scheduler._log = TurnLog()
+    request = SimpleNamespace(
+        status=RequestStatus[status],
+        num_output_tokens=4,
+        sampling_params=SimpleNamespace(stop=None),
+        mm_features=(),
+        prompt_embeds=None,
+        prompt_token_ids=[1, 2, 3],
+    )
+    assert scheduler._wants_hold(request, turn) == held

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keeper_kit import FACTS, Bench, scope
 
 from kvloop.decode.keeper import PATIENCE_S
-from kvloop.decode.lease import Ended, Lease, LeaseTable, State
+from kvloop.decode.lease import UNTOLD_S, Ended, Lease, LeaseTable, State
 from kvloop.engine.port import Hold, ReadGrant
 from kvloop.runtime.digests import prefix_digests
 from kvloop.runtime.errors import Failure
@@ -76,6 +76,25 @@ async def test_a_lease_evicted_while_it_is_published_leaves_no_entry() -> None:
     bench.directory.after.set()
     assert (await keeping).lease is None
     assert await bench.standing(scope()) is None
+    watching.cancel()
+
+
+async def test_a_lease_whose_hold_ended_before_it_was_kept_ends_by_its_deadline() -> None:
+    bench = Bench()
+    watching = asyncio.create_task(bench.keeper.watch())
+    hold = bench.engine.hold("a", 8, 60.0)
+    bench.engine.end("a", "evicted")
+    await until(bench.engine.events.empty)
+    kept = await bench.keeper.keep(scope(), TOKENS, hold)
+    bench.clock.now += 60.0 + UNTOLD_S - 0.1
+    bench.keeper.table.sweep(bench.clock.now)
+    assert list(bench.keeper.table.held()) == [kept.lease]
+    bench.clock.now += 0.1
+    bench.keeper.table.sweep(bench.clock.now)
+    assert len(bench.keeper.table) == 0
+    assert bench.keeper.table.live(scope().scope) == []
+    assert kept.lease is not None
+    assert kept.lease.ended is Ended.EXPIRED
     watching.cancel()
 
 

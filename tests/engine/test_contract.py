@@ -317,6 +317,7 @@ async def test_a_cancelled_prefill_holds_nothing(pair: Pair) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert await pair.p.prefill_ended(job.request_id, 60.0)
     assert await pair.idle(pair.p) == before
 
 

@@ -1,9 +1,10 @@
-"""What a peer's deadline means on this process's clock, though the peer's clock was compared but once.
+"""What a peer's deadline means on this process's clock, though the peer's clock is compared but seldom.
 
 Deadlines are readings of the holder's perf_counter, which the handshake relates to this process's. That
 counter stands still while this host is suspended and the holder's goes on, so a deadline would seem to be
 later than it is. CLOCK_BOOTTIME counts suspensions; a virtual machine that was stopped from outside sees
-them at most as a jump of the wall clock. Two hosts' counters also run apart, slowly.
+them at most as a jump of the wall clock. Two hosts' counters also run apart, slowly. All of it is charged
+from the comparison on, until the next one.
 """
 
 import time
@@ -42,17 +43,22 @@ class PeerClocks:
         self.now = moment
         self._compared: dict[str, tuple[float, Moment]] = {}
 
-    def deadline(self, engine_id: str, offset: float, expiry: float) -> float:
-        """Return when a peer's deadline is; offset: how far its clock was ahead at the handshake."""
-        current = self.now()
+    def compare(self, engine_id: str, offset: float, moment: Moment) -> None:
+        """Take note how far a peer's clock was ahead at a moment; any thread."""
+        self._compared[engine_id] = (offset, moment)
+
+    def deadline(self, engine_id: str, expiry: float) -> float:
+        """Return when a peer's deadline is; always passed when its clock was never compared."""
         known = self._compared.get(engine_id)
-        if known is None or known[0] != offset:
-            # A handshake is made for a read, so it was a moment ago.
-            known = self._compared[engine_id] = (offset, current)
-        compared = known[1]
-        asleep = max(0.0, (current.boot - compared.boot) - (current.counter - compared.counter))
-        drift = min(MOST_DRIFT_S, DRIFT * max(0.0, current.counter - compared.counter))
-        return expiry - offset - asleep - drift
+        if known is None:
+            return float("-inf")
+        offset, compared = known
+        current = self.now()
+        counted = current.counter - compared.counter
+        asleep = max(0.0, current.boot - compared.boot - counted)
+        stepped = current.wall - compared.wall - counted
+        unseen = max(asleep, stepped if stepped > JUMP_S else 0.0)
+        return expiry - offset - unseen - min(MOST_DRIFT_S, DRIFT * max(0.0, counted))
 
     def jumped(self, since: Moment) -> bool:
         """Tell whether more time has passed than perf_counter counted."""

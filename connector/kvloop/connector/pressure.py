@@ -14,11 +14,14 @@ class CachedPrefix:
 
     def __init__(self, pool: Any, request: Any, num_hashes: int) -> None:
         self._pool = pool
-        self._hashes = request.block_hashes[:num_hashes]
+        self._request = request
+        self.at_most = num_hashes
+        """Of these blocks there are no more."""
 
     def blocks(self) -> dict[int, bool]:
-        """Return them, with whether they are in the free list now."""
-        found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in self._hashes)
+        """Look them up: return them, with whether they are in the free list now."""
+        hashes = self._request.block_hashes[: self.at_most]
+        found = (self._pool.get_cached_block(block_hash, [0]) for block_hash in hashes)
         return {blocks[0].block_id: blocks[0].ref_cnt == 0 for blocks in found if blocks}
 
 
@@ -48,11 +51,11 @@ def relieve_request(
     table: HoldTable, pool: Any, needed: int, give_back: Callable[[], None], cached: CachedPrefix
 ) -> None:
     """Evict holds so that a request that wants to start finds its blocks; none when it would not."""
-    # No hold, no lookup: this runs for every request.
-    if not table.held_blocks:
-        return
+    # This runs whenever vLLM tries to start a request, so it looks up nothing that can't matter.
     shortage = needed - pool.get_num_free_blocks()
-    if shortage > table.held_blocks:
+    if shortage + cached.at_most <= 0 or shortage > table.held_blocks or not table.held_blocks:
+        return
+    if table.is_futile(shortage):
         return
     prefix = cached.blocks()
     shortage += sum(prefix.values())

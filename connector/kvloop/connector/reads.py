@@ -10,17 +10,16 @@ import logging
 import threading
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
-
 from kvloop.connector import compat
-from kvloop.connector.clocks import Moment, PeerClocks
+from kvloop.connector.clocks import Moment
 from kvloop.connector.guard import Refusal
+from kvloop.connector.handshakes import Handshakes
 from kvloop.connector.metadata import Read, WorkerReport
 
 _log = logging.getLogger("vllm.kvloop")
 
 
-class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
+class _Reads(Handshakes):
     """What both families share: transfers are polled under their deadlines."""
 
     _worker_report: WorkerReport
@@ -29,7 +28,7 @@ class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
         self._report_lock = threading.Lock()
         self._worker_report = WorkerReport()
         self._reads: dict[str, Read] = {}
-        self._clocks = PeerClocks()
+        self._init_handshakes()
         self._began: dict[str, Moment] = {}
         """When reads began, by request id."""
         self._abandoned: set[str] = set()
@@ -40,13 +39,12 @@ class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def _deadline(self, meta: Any) -> float:
         """Return the latest moment, on this process's clock, at which a completed read counts."""
-        expiry = meta.remote.blocks_expiry_time
-        offset = self._engine_clock_offset.get(meta.remote.engine_id)
         if "deadline" in self._guards_off:
             return float("inf")
-        if expiry is None or offset is None:
+        expiry = meta.remote.blocks_expiry_time
+        if expiry is None:
             return float("-inf")
-        return self._clocks.deadline(meta.remote.engine_id, offset, expiry)
+        return self._clocks.deadline(meta.remote.engine_id, expiry)
 
     def _is_late(self, req_id: str) -> bool:
         """Tell whether a read that completes now may have been overtaken by its blocks' next owner."""
@@ -76,6 +74,8 @@ class _Reads(NixlPullConnectorWorker):  # type: ignore[misc]
             if req_id not in self._abandoned and self._is_late(req_id):
                 self._note_failed(req_id, "deadline")
                 self._abandon(req_id)
+                if (meta := self._recving_metadata.get(req_id)) is not None:
+                    self._doubt_clock(meta.remote.engine_id)
             if pending:
                 transfers[req_id] = pending
                 continue

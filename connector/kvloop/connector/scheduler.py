@@ -25,7 +25,11 @@ from kvloop.connector.tails import Tail, Tails
 from kvloop.connector.terms import parse_terms
 from kvloop.connector.turns import Kept, Turn, TurnLog
 
-_COMPLETED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+_COMPLETED = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
 
 _MAX_PARTIAL_NOTICES = 65536
 

@@ -143,8 +143,7 @@ class HoldTable:
     ) -> None:
         """Evict decode holds so that so many blocks come free; see kvloop.connector.eviction.for_room."""
         with self._lock:
-            least, until = self._futile
-            if not or_less and shortage >= least and self.clock() < until:
+            if not or_less and self.is_futile(shortage):
                 return
             victims = eviction.for_room(
                 self._evictable(), self._shares, shortage, references, spoken_for, or_less=or_less
@@ -153,6 +152,12 @@ class HoldTable:
                 self._end(victim, "evicted")
             if not victims and not or_less:
                 self._futile = (shortage, self.clock() + _FUTILE_S)
+
+    def is_futile(self, shortage: int) -> bool:
+        """Whether `make_room` looked for as much a moment ago, in vain."""
+        with self._lock:
+            least, until = self._futile
+            return shortage >= least and self.clock() < until
 
     def evict(self, lease_id: str) -> bool:
         """Evict a certain decode hold; False when there is none or a read is in progress."""

@@ -9,7 +9,6 @@ really ends, since the peer's data may yet arrive in them.
 import functools
 import logging
 import os
-import time
 from collections import OrderedDict
 from typing import Any
 
@@ -26,10 +25,6 @@ _log = logging.getLogger("vllm.kvloop")
 
 _MAX_PARTIAL_NOTICES = 65536
 _MAX_COUNT_DIGITS = 9
-_HANDSHAKE_S = 2.0
-"""One that takes longer is done again,"""
-_HANDSHAKES = 3
-"""so many in all."""
 
 
 class KvloopWorker(Reads):  # type: ignore[misc]
@@ -78,18 +73,6 @@ class KvloopWorker(Reads):  # type: ignore[misc]
         for engine_id, remote_request_id in orders.notices:
             self._send_notice(engine_id, remote_request_id)
 
-    def _nixl_handshake(self, *args: Any, **kwargs: Any) -> Any:
-        # The peer's clock is estimated at the middle of the round trip. The true offset is larger by at
-        # most half of it, so with half of the whole handshake on top, deadlines err on the early side.
-        # A pause of this process would stay in the offset for good: then another try tells it better.
-        for _ in range(_HANDSHAKES):
-            began = time.perf_counter()
-            agents, offset = super()._nixl_handshake(*args, **kwargs)
-            took_s = time.perf_counter() - began
-            if took_s < _HANDSHAKE_S:
-                break
-        return agents, offset + took_s / 2
-
     def _is_turn2_read_expired(self, meta: Any) -> bool:
         return False  # decided in _read_blocks_for_req, with our own margin
 
@@ -99,6 +82,7 @@ class KvloopWorker(Reads):  # type: ignore[misc]
             began = self._clocks.now()
             if began.counter + self._start_margin_s >= self._deadline(meta):
                 self._fail(req_id, "deadline")
+                self._doubt_clock(meta.remote.engine_id)
                 return
             if "counts" not in self._guards_off and not self._blocks_exist(meta):
                 self._fail(req_id, "counts")

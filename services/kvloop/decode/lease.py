@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from kvloop.runtime.tokens import count
 
 REMEMBERED = 4096
+UNTOLD_S = 5.0
+"""The engine tells of a hold's end well within this after its deadline, unless it has told already."""
 
 
 class State(enum.Enum):
@@ -166,8 +168,13 @@ class LeaseTable:
         return lease
 
     def sweep(self, now: float) -> None:
-        """Forget reads whose time is over, and doomed leases that nothing pins any more."""
+        """Forget reads whose time is over, and doomed leases that nothing pins any more.
+
+        A hold can end before its lease is here; then nobody tells again, and the lease ends by its deadline.
+        """
         for lease in list(self._by_id.values()):
+            if lease.deadline + UNTOLD_S <= now:
+                self.end(lease, Ended.EXPIRED, now)
             self._settle(lease, now)
 
     def _settle(self, lease: Lease, now: float) -> None:

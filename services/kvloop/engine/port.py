@@ -232,6 +232,13 @@ class Engine(Protocol):
         """
         ...
 
+    async def prefill_ended(self, request_id: str, patience_s: float) -> bool:
+        """Return once a cancelled prefill is over in the engine, which then keeps nothing of what it reads.
+
+        False when it is not after patience_s.
+        """
+        ...
+
     async def release_prefill(self, request_id: str) -> bool:
         """Let go of a prefill outcome that nobody will read; False when nothing was held."""
         ...

@@ -97,6 +97,7 @@ class PrefillApp:
         self._stopped = True
         self._servicer.drain()
         await self._life.close_door()
+        await self._legs.close(self._settings.end_read_timeout_s)
         await self._reader.close(self._settings.end_read_timeout_s)
         await self._life.stop()
         await self._peers.close()

@@ -1,12 +1,13 @@
 """One prefill leg: read back what is proven, compute the rest, once more from cold when a read fails."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, replace
 
 from kvloop.engine.port import Engine, EngineFacts, PrefillJob, PrefillOutcome
 from kvloop.engine.watching import watch_transfer
 from kvloop.prefill.reading import NotRead, Pin, Reader, missing
-from kvloop.runtime import checks, logs, tokens, tracing
+from kvloop.runtime import background, checks, logs, tokens, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.errors import Failure, Reason
 from kvloop.runtime.metrics import Metrics
@@ -51,6 +52,8 @@ class Legs:
         self._metrics = metrics
         self.running = 0
         self._quiet = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Legs that were cancelled, until the engine has heard of it."""
 
     async def run(
         self, request: prefill_service_pb2.PrefillRequest, time_left_s: float
@@ -73,6 +76,14 @@ class Legs:
         while self.running:
             self._quiet.clear()
             await self._quiet.wait()
+
+    async def close(self, patience_s: float) -> None:
+        """Give the engine patience_s seconds to end what was cancelled; call before the reader's close."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=patience_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def release(self, request_id: str) -> bool:
         """Let go of a leg's outcome, whichever of its two attempts made it."""
@@ -121,16 +132,28 @@ class Legs:
         try:
             outcome = await self._engine.prefill(replace(job, read=pin.grant))
         except Failure as failure:
+            self._reader.end(pin)
             if failure.reason != Reason.ERROR_REASON_KV_READ_FAILED:
                 raise
             _log.warning("read_failed", endpoint=pin.endpoint, lease_id=pin.lease_id)
+        except BaseException:
+            background.spawn(self._tasks, self._end_when_over(pin, job.request_id))
+            raise
         else:
-            return _judge(outcome, pin, self._engine.facts)
-        finally:
             self._reader.end(pin)
+            return _judge(outcome, pin, self._engine.facts)
         again = replace(job, request_id=job.request_id + COLD_SUFFIX)
         outcome = await self._engine.prefill(again)
         return _Done(outcome, turn_pb2.VERDICT_RECOMPUTE, turn_pb2.REUSE_REASON_READ_FAILED, retried=True)
+
+    async def _end_when_over(self, pin: Pin, request_id: str) -> None:
+        """Take a cancelled leg's pin off; not before the engine knows, since till then it may cache the read.
+
+        Without the engine's word the pin's own time ends it.
+        """
+        with contextlib.suppress(Failure):
+            if await self._engine.prefill_ended(request_id, pin.grant.pin_s):
+                self._reader.end(pin)
 
     async def _begin(self, request: prefill_service_pb2.PrefillRequest, time_left_s: float) -> Pin:
         """Return a pin worth reading under. Raises NotRead."""

@@ -145,6 +145,11 @@ class SimulatedEngine:
                 core.outcomes.release(request.request_id)
             raise
 
+    async def prefill_ended(self, request_id: str, patience_s: float) -> bool:
+        """Return True: what is cancelled is over at once."""
+        await self._live()
+        return True
+
     async def release_prefill(self, request_id: str) -> bool:
         """Let go of a prefill outcome that nobody will read; False when nothing was held."""
         core = await self._live()

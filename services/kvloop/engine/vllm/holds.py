@@ -70,6 +70,10 @@ class HoldTable:
         """End a hold; while pinned it is doomed instead."""
         return await self._call(self._client().release(lease_id))
 
+    async def prefill_ended(self, request_id: str, patience_s: float) -> bool:
+        """Return whether a cancelled prefill is over in the engine, at most patience_s from now."""
+        return await self._call(self._client().report(request_id, patience_s)) is not None
+
     async def release_prefill(self, request_id: str) -> bool:
         """Let go of a prefill outcome that nobody will read."""
         return await self.release(request_id)
