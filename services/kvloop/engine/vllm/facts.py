@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 import secrets
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,13 @@ from kvloop.engine.vllm import env
 from kvloop.engine.vllm.arguments import HASH_ALGORITHM
 
 
-def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> EngineFacts:
-    """Return the facts of an engine that has just started; the epoch is new each time."""
+def engine_facts(
+    settings: EngineSettings, vllm_config: Any, version: str, adapters: Mapping[str, str]
+) -> EngineFacts:
+    """Return the facts of an engine that has just started; the epoch is new each time.
+
+    adapters: name -> digest of the files that it has loaded.
+    """
     model = vllm_config.model_config
     return EngineFacts(
         engine="vllm",
@@ -27,7 +33,7 @@ def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> En
         max_model_len=model.max_model_len,
         vocab_size=model.get_vocab_size(),
         block_size=vllm_config.cache_config.block_size,
-        compatibility=compatibility(settings, vllm_config, version),
+        compatibility=compatibility(settings, vllm_config, version, adapters),
         bidirectional_kv_xfer=settings.bidirectional_kv_xfer,
         kv_recompute_threshold=settings.kv_recompute_threshold,
         hold_s=settings.decoder_kv_blocks_ttl,
@@ -57,7 +63,9 @@ def revision(settings: EngineSettings, model_config: Any) -> str:
     return "local"
 
 
-def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> str:
+def compatibility(
+    settings: EngineSettings, vllm_config: Any, version: str, adapters: Mapping[str, str]
+) -> str:
     """Return the digest of what two engines must have equal to exchange KV.
 
     What vLLM's own handshake compares, what it checks later (block size, ranks, layout), what block hashes
@@ -89,24 +97,10 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "python": platform.python_version_tuple()[:2],
         "hash_seed": env.hash_seed(),
         "weights_version": settings.weights_version,
-        "adapters": [(name, path, _content(Path(path))) for name, path in sorted(settings.adapters.items())],
+        "adapters": [(name, path, adapters[name]) for name, path in sorted(settings.adapters.items())],
     }
     text = json.dumps(factors, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _content(folder: Path) -> str:
-    """Return the digest of an adapter's files, "" when it is not a folder here.
-
-    vLLM's block hashes know an adapter by its name, from 0.32 on by its name and path.
-    """
-    digest = hashlib.sha256()
-    files = sorted(file for file in folder.glob("*") if file.is_file()) if folder.is_dir() else []
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()[:32] if files else ""
 
 
 def _version(package: str) -> str:
