@@ -255,7 +255,8 @@ async def test_a_mute_holder_costs_one_timeout_then_rests() -> None:
 async def open_reader(clock: Clock, begin_s: float) -> AsyncIterator[tuple[Reader, Peers]]:
     peers = Peers(clock, limit=2)
     known = Registered(nobody, clock)
-    reader = Reader(peers, EndpointRule((ANY_LOOPBACK,), known.has), clock, ReaderTimes(begin_s=begin_s))
+    rule = EndpointRule((ANY_LOOPBACK,), known.has)
+    reader = Reader(peers, rule, known.side_channel, clock, ReaderTimes(begin_s=begin_s))
     try:
         yield reader, peers
     finally:
@@ -263,8 +264,8 @@ async def open_reader(clock: Clock, begin_s: float) -> AsyncIterator[tuple[Reade
         await peers.close()
 
 
-async def nobody() -> set[str]:
-    return set()
+async def nobody() -> dict[str, dict[str, str]]:
+    return {}
 
 
 async def ask(reader: Reader, mute: MuteServer, pair: Pair, time_left_s: float) -> NotRead:
@@ -368,8 +369,8 @@ async def test_a_registered_holder_may_be_dialled() -> None:
     ],
 )
 async def test_endpoints_that_may_be_dialled(text: str, admitted: str | None) -> None:
-    async def registered() -> set[str]:
-        return {"d8.example:50052"}
+    async def registered() -> dict[str, dict[str, str]]:
+        return {"d8.example:50052": {}}
 
     known = Registered(registered, ManualClock())
     rule = EndpointRule((ANY_LOOPBACK, "d7.example:50052"), known.has)
@@ -378,9 +379,9 @@ async def test_endpoints_that_may_be_dialled(text: str, admitted: str | None) ->
 
 async def test_the_registry_is_read_when_somebody_is_not_known_and_seldom_otherwise() -> None:
     clock, readings = ManualClock(), 0
-    listed = {"a:1"}
+    listed: dict[str, dict[str, str]] = {"a:1": {}}
 
-    async def read() -> set[str]:
+    async def read() -> dict[str, dict[str, str]]:
         nonlocal readings
         readings += 1
         if not listed:
@@ -393,14 +394,14 @@ async def test_the_registry_is_read_when_somebody_is_not_known_and_seldom_otherw
     # Whoever names endpoints that nobody knows does not keep the store busy.
     assert not any([await known.has(f"x:{port}") for port in range(1, 50)])
     assert readings == 1
-    listed.add("b:1")
+    listed["b:1"] = {}
     clock.now += ASK_AGAIN_S
     assert await known.has("b:1")
     assert readings == 2
     clock.now += KNOWN_FOR_S - 0.01
     assert await known.has("a:1")
     assert readings == 2
-    listed.discard("a:1")
+    del listed["a:1"]
     clock.now += 0.01
     assert not await known.has("a:1")
     # A store that is away takes nobody away.
@@ -409,6 +410,27 @@ async def test_the_registry_is_read_when_somebody_is_not_known_and_seldom_otherw
     assert await known.has("b:1")
     assert await known.has("b:1")
     assert readings == 4
+
+
+async def test_the_registry_is_read_again_for_another_life_of_a_worker() -> None:
+    clock, readings = ManualClock(), 0
+    listed = {"a:1": {"one": "10.0.0.1:7000"}}
+
+    async def read() -> dict[str, dict[str, str]]:
+        nonlocal readings
+        readings += 1
+        return listed
+
+    known = Registered(read, clock)
+    assert await known.has("a:1")
+    assert await known.side_channel("a:1", "one") == "10.0.0.1:7000"
+    assert readings == 1
+    listed["a:1"] = {"two": "10.0.0.1:7001"}
+    assert await known.side_channel("a:1", "two") == ""
+    clock.now += ASK_AGAIN_S
+    assert await known.side_channel("a:1", "two") == "10.0.0.1:7001"
+    assert await known.side_channel("a:1", "one") == ""
+    assert readings == 2
 
 
 async def test_rests_double_up_to_a_limit_and_end_with_an_answer() -> None:

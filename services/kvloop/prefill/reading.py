@@ -6,8 +6,8 @@ on every path: after the read, when nothing was read, when the answer came after
 
 import asyncio
 import random
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -66,9 +66,18 @@ class ReaderTimes:
 class Reader:
     """Asks decode workers for leave to read."""
 
-    def __init__(self, peers: Peers, rule: EndpointRule, clock: Clock, times: ReaderTimes) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        rule: EndpointRule,
+        side_channel: Callable[[str, str], Awaitable[str]],
+        clock: Clock,
+        times: ReaderTimes,
+    ) -> None:
+        """side_channel: tells where reads begin of the engine at an endpoint, in an epoch; "": not known."""
         self._peers = peers
         self._rule = rule
+        self._side_channel = side_channel
         self._clock = clock
         self._times = times
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -96,6 +105,7 @@ class Reader:
             raise NotRead(turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE)
         if self._peers.is_resting(endpoint):
             raise NotRead(turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE)
+        side_channel = await self._side_channel(endpoint, source.epoch)
         lengths = proof_lengths(readable, facts.block_size)
         request = decode_service_pb2.BeginReadRequest(
             lease_id=source.lease_id,
@@ -117,7 +127,8 @@ class Reader:
         if not done:
             asking.add_done_callback(self._end_unwanted)
             raise NotRead(turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE)
-        return asking.result()
+        pin = asking.result()
+        return replace(pin, grant=replace(pin.grant, side_channel=side_channel))
 
     def end(self, pin: Pin) -> None:
         """Take a pin off, in the background; a lost message costs the pin's own time."""
