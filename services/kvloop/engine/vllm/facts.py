@@ -1,5 +1,6 @@
 """What does not change in the life of one engine."""
 
+import dataclasses
 import hashlib
 import json
 import platform
@@ -13,6 +14,11 @@ from kvloop.engine.port import EngineFacts
 from kvloop.engine.settings import MANIFEST, EngineSettings
 from kvloop.engine.vllm import env
 from kvloop.engine.vllm.arguments import HASH_ALGORITHM
+
+_ORIGIN = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
+"""What a model's configuration says of where it comes from."""
+_LONGROPES = frozenset({"longrope", "su"})
+_LLAMA4_LONG = 32_768
 
 
 def engine_facts(
@@ -69,8 +75,8 @@ def compatibility(
     """Return the digest of what two engines must have equal to exchange KV.
 
     What vLLM's own handshake compares, what it checks later (block size, ranks, layout), what block hashes
-    depend on, and the adapters, of which those know the names alone. Everything is known before the first
-    handshake, so unequal engines are never paired.
+    depend on, the adapters, of which those know the names alone, and what makes other KV of the same tokens.
+    Everything is known before the first handshake, so unequal engines are never paired.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     factors = {
@@ -97,10 +103,69 @@ def compatibility(
         "python": platform.python_version_tuple()[:2],
         "hash_seed": env.hash_seed(),
         "weights_version": settings.weights_version,
+        "computed": computed(vllm_config),
         "adapters": [(name, path, adapters[name]) for name, path in sorted(settings.adapters.items())],
     }
     text = json.dumps(factors, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def computed(vllm_config: Any) -> dict[str, Any]:
+    """Return what the KV of given tokens depends on beside the weights: how the model is set up."""
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
+    config = _stable(model.hf_config.to_dict())
+    return {
+        "config": {name: value for name, value in config.items() if name not in _ORIGIN},
+        "long": _long(config, model.max_model_len),
+        "quantization": [str(model.quantization), _stable(getattr(model, "quantization_config", None))],
+        "load": [str(load.load_format), _stable(load.model_loader_extra_config)],
+        "model_impl": str(model.model_impl),
+        "skipped_layers": _stable(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "context_parallel": getattr(parallel, "decode_context_parallel_size", 1),
+        "lora": None
+        if lora is None
+        else [str(lora.lora_dtype), _stable(getattr(lora, "target_modules", None))],
+    }
+
+
+def _long(config: Any, max_model_len: int) -> list[bool]:
+    """Return how the model's own choices fall that it makes by max_model_len.
+
+    Longrope takes the long factors for all tokens as soon as prompts may be long, and Llama 4 tunes its
+    attention then.
+    """
+    limits: list[int] = [_LLAMA4_LONG] if "llama4" in str(config.get("model_type")) else []
+
+    def look(part: Any, default: Any) -> None:
+        if not isinstance(part, dict):
+            return
+        limit = part.get("original_max_position_embeddings", default)
+        kinds = {str(part.get("rope_type")), str(part.get("type"))}
+        if isinstance(limit, int) and kinds & _LONGROPES:
+            limits.append(limit)
+        for inner in part.values():
+            look(inner, limit)
+
+    look(config, None)
+    return [max_model_len > limit for limit in limits]
+
+
+def _stable(value: Any) -> Any:
+    """Return a value as JSON that is equal in every process."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _stable(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stable(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(part) for part in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _stable({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    text = str(value)
+    # An object that tells no more than its address.
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def _version(package: str) -> str:
