@@ -4,46 +4,17 @@ P with a prefix cache and the small D come back with another revision and four a
 stays as it is, so both revisions are served at once.
 """
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from cases_kit import Case, Stack, same
+from engine_adapters import write_adapter
 
 PARTS = ("prefill-0", "decode-1")
 ADAPTERS = {"chef": 0, "poet": 1, "smith": 2, "mason": 2}
 """Name -> seed of its weights."""
-
-
-def write_adapter(folder: Path, model: Path | None, seed: int) -> str:
-    """Write a LoRA adapter with random weights, large enough to change answers; returns its path."""
-    if model is None:
-        return str(folder)
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    hidden, rank = config["hidden_size"], 8
-    width = config["num_key_value_heads"] * config["head_dim"]
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) * 0.05
-        weights[f"{name}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * 0.05
-    folder.mkdir(exist_ok=True)
-    save_file(weights, folder / "adapter_model.safetensors")
-    about = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": ["v_proj"],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
-    return str(folder)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", autouse=True)

@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_adapters import write_adapter
+from engine_pair import greedy, name, words
 from engine_settings import vllm_settings
 
+from kvloop.engine.port import DecodeJob
 from kvloop.engine.settings import EngineSettings, resolve
+from kvloop.engine.vllm.adapter import VllmEngine
 from kvloop.engine.vllm.adapters import Adapters, content
+from kvloop.runtime import tokens
 from kvloop.runtime.errors import Failure
 
 pytestmark = pytest.mark.vllm
@@ -94,3 +99,36 @@ def test_memory_has_room_for_all(extra: dict[str, int], slots: int, kept: int, t
 
 def _on_cuda(settings: EngineSettings) -> EngineSettings:
     return resolve(settings, has_gpu=True)
+
+
+async def say(engine: VllmEngine, adapter: str = "") -> list[int]:
+    """Return what is said when nothing is reused."""
+    job = DecodeJob(name("d"), tokens.pack(words(60)), greedy(), cache_salt=name("cold"), adapter=adapter)
+    return [one async for delta in engine.decode(job) for one in delta.token_ids]
+
+
+@pytest.mark.timeout(600)
+async def test_replaced_files_serve_nobody_before_a_reload(tmp_path: Path) -> None:
+    model = Path(vllm_settings().model_path)
+    path = write_adapter(tmp_path / "smith", model, seed=0)
+    same = write_adapter(tmp_path / "mason", model, seed=0)
+    engine = VllmEngine(vllm_settings(adapters={"smith": path, "mason": same}), "decode")
+    try:
+        await engine.start()
+        before = engine.facts.compatibility
+        write_adapter(tmp_path / "smith", model, seed=1)
+        old = await say(engine, "mason")
+        assert await say(engine, "smith") == old != await say(engine)
+        assert await engine.reset_prefix_cache()
+        await engine.reload_weights("two")
+        # Files that come after the reload are not read either.
+        write_adapter(tmp_path / "smith", model, seed=0)
+        assert await say(engine, "mason") == old
+        assert await say(engine, "smith") != old
+        assert await engine.reset_prefix_cache()
+        after = engine.facts.compatibility
+        await engine.reload_weights("two")
+        assert await say(engine, "smith") == old
+        assert len({before, after, engine.facts.compatibility}) == 3
+    finally:
+        await engine.stop()
