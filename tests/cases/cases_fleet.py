@@ -160,9 +160,9 @@ async def open_stack(engine: str, folder: Path) -> AsyncIterator[Stack]:
             router(p1, d1),
             router(p2, d1, direct=True),
             router(f"{p1},{p2}", f"{d1},{d2}"),
+            router(p2, d2),
             # E3 stops its P, which must not count as gone for that.
-            router(p2, d2, info_timeout_s=60.0),
-            router(p1, d2, direct=True),
+            router(p1, d2, direct=True, info_timeout_s=60.0),
             router(p1, d1, direct=True),
         ),
         workers={

@@ -318,7 +318,7 @@ class Case:
 
     async def compare(self, answer: Answer, prompt: Sequence[int], **options: Any) -> None:
         """Compare an answer with the cold run of the same prompt."""
-        options = {k: v for k, v in options.items() if k not in {"tenant", "retention"}}
+        options = {k: v for k, v in options.items() if k not in {"tenant", "retention", "reuse_policy"}}
         cold = await self.stack.cold(prompt, **options)
         self._last = (list(prompt), options)
         self._compared += 1

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_SIZES = {"A": 12, "B": 7, "C": 6, "D": 5, "E": 7, "F": 11, "G": 5, "H": 4}
+_SIZES = {"A": 12, "B": 7, "C": 6, "D": 5, "E": 7, "F": 12, "G": 5, "H": 4}
 IDS = tuple(f"{letter}{number}" for letter, size in _SIZES.items() for number in range(1, size + 1))
 """A: what of a history is read; B: how turns end; C: whose KV it is; D: many readers; E: time; F: faults and
 lies; G: pressure; H: DIRECT."""

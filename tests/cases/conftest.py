@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent / "engine"))
 
 from cases_fleet import open_stack
 from cases_kit import Case, Stack

@@ -10,7 +10,7 @@ from cases_kit import Answer, Case, Stack, until
 
 from kvloop.connector.control import ControlClient
 from kvloop.runtime import tokens
-from kvloop.v1alpha1 import prefill_service_pb2, turn_pb2
+from kvloop.v1alpha1 import prefill_service_pb2, router_service_pb2, turn_pb2
 
 
 @asynccontextmanager
@@ -32,21 +32,23 @@ async def late_read(
     await reader.stall(None)
 
 
-@pytest.mark.parametrize("router", ["small"])
+# The P that reads has a prefix cache, and has not computed the history, which it is to read.
+@pytest.mark.parametrize("router", ["small-direct"])
 @pytest.mark.case("E3", "guard refuses, cold retry")
 async def test_prefill_stopped_mid_read(case: Case, history: list[int], suffix: list[int]) -> None:
     stack = case.stack
-    one = await case.turn(history)
+    one = await case.turn(history, router="small")
     lease_id, prompt = one.summary.lease.lease_id, [*history, *one.ids, *suffix]
-    async with hooks(stack, "p2") as reader:
+    async with hooks(stack, "p1") as reader:
         # The read has begun and is not seen to end before the process stops.
         await reader.stall("end")
-        turn = asyncio.create_task(case.turn(prompt, check=False))
+        readback = router_service_pb2.REUSE_POLICY_READBACK
+        turn = asyncio.create_task(case.turn(prompt, check=False, reuse_policy=readback))
         await pinned(stack, "d2", lease_id)
-        with frozen(stack, "p2"):
-            await stack.end(case.name(), router="small-direct")
+        with frozen(stack, "p1"):
+            await stack.end(case.name(), router="small")
             await let_go(stack, "d2", lease_id)
-            await overwrite(stack, "small-direct", "d2")
+            await overwrite(stack, "small", "d2")
         await reader.stall(None)
         two = await turn
     case.expect(two, "RECOMPUTE", "READ_FAILED", 0)

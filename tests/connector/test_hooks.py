@@ -46,4 +46,11 @@ def test_a_block_that_does_not_exist_is_the_workers_to_find() -> None:
     lie = spoiled(handle(), "range")
     assert guard.examine(lie, RULES, TEXT) == 10
     assert max(lie["remote_block_ids"][0]) > 1_000_000
-    assert {"short", "twice", "other", "range"} == SPOILS
+
+
+def test_another_host_is_its_front_ends_to_find() -> None:
+    before = handle()
+    lie = spoiled(before, "elsewhere")
+    assert guard.examine(lie, RULES, TEXT) == 10
+    assert {key for key in lie if lie[key] != before[key]} == {"remote_host"}
+    assert {"short", "twice", "other", "range", "elsewhere"} == SPOILS

@@ -67,6 +67,7 @@ def test_a_cpu_may_be_chosen_on_a_gpu_machine() -> None:
         ({"extra_engine_args": {"kv_transfer_config": {}}}, "remove it"),
         ({"extra_engine_args": {"speculative_config": {}}}, "remove it"),
         ({"extra_engine_args": {"watermark": 0.05}}, "remove it"),
+        ({"extra_engine_args": {"max_cpu_loras": 1}}, "remove it"),
         ({"decoder_kv_blocks_ttl": 5}, "greater than 5"),
         ({"prefill_hold_s": 9}, "greater than or equal to 10"),
         ({"hold_share": 1.0}, "less than 1"),
@@ -87,6 +88,11 @@ def test_contradictions_say_what_to_change(values: dict[str, object], advice: st
         ({"block_size": 16}, False, "multiple of 32"),
         ({"block_size": 24}, True, "multiple of 16"),
         ({"max_num_seqs": 4096}, False, "raise the first"),
+        (
+            {"adapters": {"a": "/a", "b": "/b"}, "extra_engine_args": {"max_loras": 1}},
+            False,
+            "raise or remove",
+        ),
     ],
 )
 def test_the_machine_may_contradict(values: dict[str, object], has_gpu: bool, advice: str) -> None:

@@ -358,7 +358,7 @@ async def test_engines_of_other_layouts_are_not_paired(
     config = engine._core.llm.vllm_config
 
     def digest() -> str:
-        return facts.compatibility(engine._settings, config, engine.facts.version)
+        return facts.compatibility(engine._settings, config, engine.facts.version, {})
 
     assert digest() == engine.facts.compatibility
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BHLNC")

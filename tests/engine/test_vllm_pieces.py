@@ -133,6 +133,32 @@ def test_prefill_parameters() -> None:
     assert read["kvloop_turn"] == {"id": "r2", "hold": {"ttl_s": 45.0}, "kind": "prefill"}
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "side_channel", "refused"),
+    [
+        ("10.0.0.1", 7000, "10.0.0.1:7000", False),
+        ("d7.example", 7000, "d7.example:7000", False),
+        ("fd00::7", 7000, "[fd00::7]:7000", False),
+        ("10.0.0.1", 7000, "", False),
+        ("10.0.0.2", 7000, "10.0.0.1:7000", True),
+        ("10.0.0.1", 7001, "10.0.0.1:7000", True),
+        (None, 7000, "10.0.0.1:7000", True),
+        ("10.0.0.1", "7000", "10.0.0.1:7000", True),
+    ],
+)
+def test_handles_that_name_another_place_are_refused(
+    host: object, port: object, side_channel: str, refused: bool
+) -> None:
+    handle = json.dumps({"do_remote_decode": True, "remote_host": host, "remote_port": port})
+    job = PrefillJob("r", b"", PLAIN, read=ReadGrant("read", handle, 10, 20.0, side_channel))
+    if not refused:
+        assert transfer.prefill(job, 45.0)["remote_host"] == host
+        return
+    with pytest.raises(Failure) as raised:
+        transfer.prefill(job, 45.0)
+    assert (raised.value.reason_name, raised.value.metadata) == ("KV_READ_FAILED", {"guard": "place"})
+
+
 def test_decode_parameters() -> None:
     terms = HoldTerms("lease", 60.0, on_cancel=True, tenant="t")
     direct = transfer.decode(DecodeJob("r", b"", PLAIN, hold=terms))

@@ -1,9 +1,12 @@
 """The reader's side: what goes wrong costs a cold turn and never a pin."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from grpc_status import rpc_status
 from worker_kit import Pair, failing, open_pair, prefill_request, prompt, read_source, scope_of, until
 
 from kvloop.metastore.port import DirectoryUnavailable
@@ -18,12 +21,16 @@ from kvloop.prefill.peers import (
     Peers,
     Registered,
 )
+from kvloop.prefill.reading import NotRead, Reader, ReaderTimes
+from kvloop.runtime import tokens
 from kvloop.runtime.channels import SERVER_OPTIONS
-from kvloop.runtime.errors import Failure, Reason
+from kvloop.runtime.clock import Clock, SystemClock
+from kvloop.runtime.errors import Failure, Reason, to_status
 from kvloop.runtime.servicing import Context
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
+    errors_pb2,
     lease_pb2,
     prefill_service_pb2,
     turn_pb2,
@@ -53,13 +60,16 @@ class MuteDecode(decode_service_pb2_grpc.DecodeServiceServicer):
         self.ended: list[str] = []
         self.end_failures = 0
         self.num_tokens = 32
+        self.refusal: Failure | None = None
 
     async def BeginRead(  # noqa: N802
-        self, request: decode_service_pb2.BeginReadRequest, context: object
+        self, request: decode_service_pb2.BeginReadRequest, context: Context
     ) -> decode_service_pb2.BeginReadResponse:
         self.begun += 1
         self.asked.set()
         await self.answer.wait()
+        if self.refusal is not None:
+            await context.abort_with_status(rpc_status.to_status(to_status(self.refusal)))
         response = decode_service_pb2.BeginReadResponse(read_id="r1", num_tokens=self.num_tokens)
         response.pin_time.FromSeconds(30)
         return response
@@ -236,6 +246,69 @@ async def test_a_mute_holder_costs_one_timeout_then_rests() -> None:
             answer = await pair.run_prefill(HISTORY, scope_of("c"), mute.source)
             assert answer.reuse.reason == turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE
         assert mute.service.begun == 1
+        # It grants at last, when nobody waits any more, and is no quicker a holder for that.
+        mute.service.answer.set()
+        await until(mute.all_ended)
+
+
+@asynccontextmanager
+async def open_reader(clock: Clock, begin_s: float) -> AsyncIterator[tuple[Reader, Peers]]:
+    peers = Peers(clock, limit=2)
+    known = Registered(nobody, clock)
+    rule = EndpointRule((ANY_LOOPBACK,), known.has)
+    reader = Reader(peers, rule, known.side_channel, clock, ReaderTimes(begin_s=begin_s))
+    try:
+        yield reader, peers
+    finally:
+        await reader.close(0)
+        await peers.close()
+
+
+async def nobody() -> dict[str, dict[str, str]]:
+    return {}
+
+
+async def ask(reader: Reader, mute: MuteServer, pair: Pair, time_left_s: float) -> NotRead:
+    facts = pair.prefill_engine.facts
+    with pytest.raises(NotRead) as raised:
+        await reader.begin(mute.source, scope_of("c"), tokens.pack(HISTORY), facts, time_left_s)
+    return raised.value
+
+
+async def test_a_turn_short_of_time_says_nothing_of_its_holder(pair: Pair) -> None:
+    async with MuteServer() as mute, open_reader(SystemClock(), begin_s=30.0) as (reader, peers):
+        refused = await ask(reader, mute, pair, time_left_s=0.05)
+        assert refused.reason == turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE
+        assert not peers.is_resting(mute.source.decode_endpoint)
+        mute.service.answer.set()
+        await until(mute.all_ended)
+        assert not peers.is_resting(mute.source.decode_endpoint)
+
+
+async def test_a_late_answer_does_not_end_a_rest(pair: Pair) -> None:
+    clock = ManualClock()
+    async with MuteServer() as mute, open_reader(clock, begin_s=0.05) as (reader, peers):
+        await ask(reader, mute, pair, time_left_s=30.0)
+        assert peers.is_resting(mute.source.decode_endpoint)
+        clock.now += 0.1
+        mute.service.answer.set()
+        await until(mute.all_ended)
+        assert peers.is_resting(mute.source.decode_endpoint)
+        # Nor does what came of it count twice.
+        clock.now += FIRST_REST_S
+        assert not peers.is_resting(mute.source.decode_endpoint)
+
+
+@pytest.mark.parametrize("reason", [Reason.ERROR_REASON_DRAINING, Reason.ERROR_REASON_INVALID_FIELD])
+async def test_a_holder_that_refuses_is_not_mute(
+    pair: Pair, reason: "errors_pb2.ErrorReason.ValueType"
+) -> None:
+    async with MuteServer() as mute, open_reader(SystemClock(), begin_s=30.0) as (reader, peers):
+        mute.service.refusal = Failure(reason, "no")
+        mute.service.answer.set()
+        refused = await ask(reader, mute, pair, time_left_s=30.0)
+        assert refused.reason == turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE
+        assert not peers.is_resting(mute.source.decode_endpoint)
 
 
 async def test_leave_granted_to_a_caller_that_left_is_given_back(pair: Pair) -> None:
@@ -296,8 +369,8 @@ async def test_a_registered_holder_may_be_dialled() -> None:
     ],
 )
 async def test_endpoints_that_may_be_dialled(text: str, admitted: str | None) -> None:
-    async def registered() -> set[str]:
-        return {"d8.example:50052"}
+    async def registered() -> dict[str, dict[str, str]]:
+        return {"d8.example:50052": {}}
 
     known = Registered(registered, ManualClock())
     rule = EndpointRule((ANY_LOOPBACK, "d7.example:50052"), known.has)
@@ -306,9 +379,9 @@ async def test_endpoints_that_may_be_dialled(text: str, admitted: str | None) ->
 
 async def test_the_registry_is_read_when_somebody_is_not_known_and_seldom_otherwise() -> None:
     clock, readings = ManualClock(), 0
-    listed = {"a:1"}
+    listed: dict[str, dict[str, str]] = {"a:1": {}}
 
-    async def read() -> set[str]:
+    async def read() -> dict[str, dict[str, str]]:
         nonlocal readings
         readings += 1
         if not listed:
@@ -321,14 +394,14 @@ async def test_the_registry_is_read_when_somebody_is_not_known_and_seldom_otherw
     # Whoever names endpoints that nobody knows does not keep the store busy.
     assert not any([await known.has(f"x:{port}") for port in range(1, 50)])
     assert readings == 1
-    listed.add("b:1")
+    listed["b:1"] = {}
     clock.now += ASK_AGAIN_S
     assert await known.has("b:1")
     assert readings == 2
     clock.now += KNOWN_FOR_S - 0.01
     assert await known.has("a:1")
     assert readings == 2
-    listed.discard("a:1")
+    del listed["a:1"]
     clock.now += 0.01
     assert not await known.has("a:1")
     # A store that is away takes nobody away.
@@ -337,6 +410,27 @@ async def test_the_registry_is_read_when_somebody_is_not_known_and_seldom_otherw
     assert await known.has("b:1")
     assert await known.has("b:1")
     assert readings == 4
+
+
+async def test_the_registry_is_read_again_for_another_life_of_a_worker() -> None:
+    clock, readings = ManualClock(), 0
+    listed = {"a:1": {"one": "10.0.0.1:7000"}}
+
+    async def read() -> dict[str, dict[str, str]]:
+        nonlocal readings
+        readings += 1
+        return listed
+
+    known = Registered(read, clock)
+    assert await known.has("a:1")
+    assert await known.side_channel("a:1", "one") == "10.0.0.1:7000"
+    assert readings == 1
+    listed["a:1"] = {"two": "10.0.0.1:7001"}
+    assert await known.side_channel("a:1", "two") == ""
+    clock.now += ASK_AGAIN_S
+    assert await known.side_channel("a:1", "two") == "10.0.0.1:7001"
+    assert await known.side_channel("a:1", "one") == ""
+    assert readings == 2
 
 
 async def test_rests_double_up_to_a_limit_and_end_with_an_answer() -> None:

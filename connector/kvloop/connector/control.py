@@ -209,7 +209,7 @@ class ControlClient:
         """Have this engine's reads wait, see kvloop.connector.hooks; None lets them go on (tests only)."""
         await self._call("stall", where=where)
 
-    async def spoil(self, how: Literal["short", "range", "twice", "other"] | None) -> None:
+    async def spoil(self, how: Literal["short", "range", "twice", "other", "elsewhere"] | None) -> None:
         """Have this engine give out bad handles, see kvloop.connector.hooks; None ends it (tests only)."""
         await self._call("spoil", how=how)
 

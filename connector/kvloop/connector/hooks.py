@@ -10,13 +10,15 @@ from typing import Any, Literal, get_args
 from kvloop.connector.guard import SEAL
 
 Stall = Literal["start", "end"]
-Spoil = Literal["short", "range", "twice", "other"]
+Spoil = Literal["short", "range", "twice", "other", "elsewhere"]
 
 STALLS: frozenset[str] = frozenset(get_args(Stall))
 SPOILS: frozenset[str] = frozenset(get_args(Spoil))
 
 _FAR = 1 << 20
 """A block number that no pool has."""
+_ELSEWHERE = "127.0.0.9"
+"""Loopback as well, but not where engines listen."""
 
 
 @dataclass(slots=True)
@@ -28,11 +30,14 @@ class Hooks:
     """Reads by this engine wait before they start ("start"), or are not seen to end ("end")."""
     spoil: Spoil | None = None
     """What is wrong with the handles of decode turns: a block too few ("short"), one that does not exist
-    ("range"), one twice ("twice"), or all of them those of other tokens, truthfully sealed ("other")."""
+    ("range"), one twice ("twice"), all of them those of other tokens, truthfully sealed ("other"), or another
+    host ("elsewhere")."""
 
 
 def spoiled(params: dict[str, Any], how: Spoil) -> dict[str, Any]:
     """Return kv_transfer_params with one thing wrong."""
+    if how == "elsewhere":
+        return params | {"remote_host": _ELSEWHERE}
     (blocks,) = params["remote_block_ids"]
     if how == "short":
         return params | {"remote_block_ids": [blocks[:-1]]}

@@ -74,6 +74,9 @@ class ReadGrant:
     num_tokens: int
     pin_s: float
     """Seconds for which the blocks are held for this read."""
+    side_channel: str = ""
+    """Where the holder has announced that its reads begin, host:port; a handle that names another place is
+    refused. "" when that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ class Engine(Protocol):
     """One inference engine.
 
     Methods raise kvloop.runtime.errors.Failure: INVALID_FIELD for parameters that the engine refuses
-    (field "sampling.<name>"), KV_READ_FAILED when a read of remote KV failed or was refused by the guard,
+    (field "sampling.<name>"), KV_READ_FAILED when a read of remote KV failed or was refused,
     LEASE_NOT_FOUND for holds that are not there, WORKER_FAILED when the engine is gone.
     """
 

@@ -28,6 +28,7 @@ _OWN_ARGS = frozenset(
         "scheduling_policy",
         "structured_outputs_config",
         "enable_lora",
+        "max_cpu_loras",
         "skip_tokenizer_init",
     }
 )
@@ -191,6 +192,13 @@ def resolve(settings: EngineSettings, *, has_gpu: bool | None = None) -> EngineS
         raise ValueError(
             f"max_num_batched_tokens ({tokens}) is less than max_num_seqs ({seqs}); "
             "raise the first or lower the second"
+        )
+    served = len(resolved.adapters)
+    # Without pinned memory what waits for a place there is a view of the adapter's file.
+    if not cuda and resolved.extra_engine_args.get("max_loras", served) < served:
+        raise ValueError(
+            f"extra_engine_args.max_loras is less than the number of adapters ({served}), which on a CPU are "
+            "read from their files again; raise or remove it"
         )
     return resolved
 

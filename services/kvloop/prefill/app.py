@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 
+from google.protobuf.message import DecodeError
+
 from kvloop.engine.port import Engine
 from kvloop.engine.reloading import Reloading
 from kvloop.engine.worker import WorkerLife
 from kvloop.metastore.factory import Store
+from kvloop.metastore.registry import Worker
 from kvloop.prefill.leg import Legs
 from kvloop.prefill.peers import EndpointRule, Peers, Registered
 from kvloop.prefill.reading import Reader, ReaderTimes
@@ -14,7 +17,7 @@ from kvloop.prefill.servicer import SERVICE_NAME, Parts, PrefillServicer
 from kvloop.prefill.settings import PrefillSettings
 from kvloop.runtime.clock import Clock, SystemClock
 from kvloop.runtime.errors import Failure
-from kvloop.v1alpha1 import prefill_service_pb2_grpc
+from kvloop.v1alpha1 import prefill_service_pb2_grpc, worker_pb2
 
 DRAIN_POLL_S = 0.05
 
@@ -36,9 +39,10 @@ class PrefillApp:
         self._servicer.guard(self._life.server.admits)
         clock = clock or SystemClock()
         self._peers = Peers(clock, settings.max_peers, self._life.security)
-        rule = EndpointRule(settings.decode_endpoints, Registered(self._decodes, clock).has)
+        registered = Registered(self._decodes, clock)
+        rule = EndpointRule(settings.decode_endpoints, registered.has)
         times = ReaderTimes(settings.begin_read_timeout_s, settings.end_read_timeout_s, settings.pin_s)
-        self._reader = Reader(self._peers, rule, clock, times)
+        self._reader = Reader(self._peers, rule, registered.side_channel, clock, times)
         self._legs = Legs(self._life.engine, self._reader, clock, self._life.metrics)
         self._opened = False
         self._stopped = False
@@ -102,6 +106,17 @@ class PrefillApp:
         await self._life.stop()
         await self._peers.close()
 
-    async def _decodes(self) -> set[str]:
+    async def _decodes(self) -> dict[str, dict[str, str]]:
         workers = await self._life.store.registry.workers()
-        return {worker.endpoint for worker in workers.values() if worker.role == "decode"}
+        known: dict[str, dict[str, str]] = {}
+        for worker in workers.values():
+            if worker.role == "decode":
+                known.setdefault(worker.endpoint, {})[worker.epoch] = _side_channel(worker)
+        return known
+
+
+def _side_channel(worker: Worker) -> str:
+    try:
+        return worker_pb2.WorkerInfo.FromString(worker.info).side_channel
+    except DecodeError:
+        return ""

@@ -8,7 +8,7 @@ so that a dead one costs one timeout rather than one per turn.
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,31 +34,41 @@ ASK_AGAIN_S = 0.5
 
 
 class Registered:
-    """The decode workers that the registry knows, read when a request names one that is not known here.
+    """The decode workers that the registry knows, read when a request names one that is not known here:
+    their endpoints, and where their engines' reads begin.
 
     Workers that read it all the time would have the store send every worker to every other: a prefill worker
     needs few of them, and its reads are far between.
     """
 
-    def __init__(self, read: Callable[[], Awaitable[Collection[str]]], clock: Clock) -> None:
-        """Take what returns all endpoints; it may raise DirectoryUnavailable."""
+    def __init__(self, read: Callable[[], Awaitable[Mapping[str, Mapping[str, str]]]], clock: Clock) -> None:
+        """Take what returns side channels by endpoint and epoch; it may raise DirectoryUnavailable."""
         self._read = read
         self._clock = clock
-        self._known: frozenset[str] = frozenset()
+        self._known: Mapping[str, Mapping[str, str]] = {}
         self._fresh_until = self._again_at = float("-inf")
         self._reading = asyncio.Lock()
 
     async def has(self, endpoint: str) -> bool:
         """Tell whether an endpoint is a decode worker's, by a reading that is not too old."""
         async with self._reading:
-            now = self._clock.monotonic()
-            if now >= (self._fresh_until if endpoint in self._known else self._again_at):
-                self._fresh_until = self._again_at = now + ASK_AGAIN_S
-                # While the store is away, the last known ones may still serve.
-                with contextlib.suppress(DirectoryUnavailable):
-                    self._known = frozenset(await self._read())
-                    self._fresh_until = now + KNOWN_FOR_S
+            await self._refresh(known=endpoint in self._known)
             return endpoint in self._known
+
+    async def side_channel(self, endpoint: str, epoch: str) -> str:
+        """Return the side channel of an engine in that life; "" while it has not announced it."""
+        async with self._reading:
+            await self._refresh(known=epoch in self._known.get(endpoint, {}))
+            return self._known.get(endpoint, {}).get(epoch, "")
+
+    async def _refresh(self, *, known: bool) -> None:
+        now = self._clock.monotonic()
+        if now >= (self._fresh_until if known else self._again_at):
+            self._fresh_until = self._again_at = now + ASK_AGAIN_S
+            # While the store is away, the last known ones may still serve.
+            with contextlib.suppress(DirectoryUnavailable):
+                self._known = dict(await self._read())
+                self._fresh_until = now + KNOWN_FOR_S
 
 
 class EndpointRule:

@@ -1,14 +1,14 @@
 """The reader's side of a read: prove, ask, and always say when it is over.
 
 Whatever goes wrong here is a reason to recompute, never to fail the turn. A pin that was granted is ended
-on every path: after the read, when nothing was read, when the caller left while the answer was on its way.
+on every path: after the read, when nothing was read, when the answer came after its asker had gone on.
 """
 
 import asyncio
 import random
-from collections.abc import Coroutine
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import grpc
 
@@ -21,6 +21,7 @@ from kvloop.runtime.errors import Failure, Reason, from_rpc_error
 from kvloop.runtime.tokens import count
 from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, turn_pb2
 
+T = TypeVar("T")
 END_READ_ATTEMPTS = 3
 END_READ_PAUSE_S = 0.1
 
@@ -57,6 +58,7 @@ class ReaderTimes:
     """Bounds, in seconds."""
 
     begin_s: float = 0.5
+    """What a holder has to answer in; a turn waits for no longer, nor for longer than it has."""
     end_s: float = 1.0
     pin_s: float = 30.0
 
@@ -64,9 +66,18 @@ class ReaderTimes:
 class Reader:
     """Asks decode workers for leave to read."""
 
-    def __init__(self, peers: Peers, rule: EndpointRule, clock: Clock, times: ReaderTimes) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        rule: EndpointRule,
+        side_channel: Callable[[str, str], Awaitable[str]],
+        clock: Clock,
+        times: ReaderTimes,
+    ) -> None:
+        """side_channel: tells where reads begin of the engine at an endpoint, in an epoch; "": not known."""
         self._peers = peers
         self._rule = rule
+        self._side_channel = side_channel
         self._clock = clock
         self._times = times
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -94,6 +105,7 @@ class Reader:
             raise NotRead(turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE)
         if self._peers.is_resting(endpoint):
             raise NotRead(turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE)
+        side_channel = await self._side_channel(endpoint, source.epoch)
         lengths = proof_lengths(readable, facts.block_size)
         request = decode_service_pb2.BeginReadRequest(
             lease_id=source.lease_id,
@@ -104,12 +116,19 @@ class Reader:
             compatibility=facts.compatibility,
         )
         request.pin_time.FromNanoseconds(int(self._times.pin_s * 1e9))
-        asking = self._spawn(self._ask(endpoint, request, min(self._times.begin_s, time_left_s)))
+        # Whether a holder is mute is judged by begin_s alone; a turn short of time says nothing of it.
+        mute = asyncio.get_running_loop().call_later(self._times.begin_s, self._peers.failed, endpoint)
+        asking = self._spawn(self._ask(endpoint, request, mute))
         try:
-            return await asyncio.shield(asking)
+            done, _ = await asyncio.wait({asking}, timeout=min(self._times.begin_s, time_left_s))
         except asyncio.CancelledError:
             asking.add_done_callback(self._end_unwanted)
             raise
+        if not done:
+            asking.add_done_callback(self._end_unwanted)
+            raise NotRead(turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE)
+        pin = asking.result()
+        return replace(pin, grant=replace(pin.grant, side_channel=side_channel))
 
     def end(self, pin: Pin) -> None:
         """Take a pin off, in the background; a lost message costs the pin's own time."""
@@ -124,18 +143,26 @@ class Reader:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _ask(
-        self, endpoint: str, request: decode_service_pb2.BeginReadRequest, timeout_s: float
+        self, endpoint: str, request: decode_service_pb2.BeginReadRequest, mute: asyncio.TimerHandle
     ) -> Pin:
+        """Return what the holder grants, also when nobody waits any more: such a pin must be ended.
+
+        mute: called off by any answer.
+        """
         sent = self._clock.monotonic()
         try:
             answer = await self._peers.stub(endpoint).BeginRead(
-                request, timeout=timeout_s, metadata=tracing.outgoing()
+                request, timeout=self._times.pin_s, metadata=tracing.outgoing()
             )
         except grpc.aio.AioRpcError as error:
-            raise NotRead(self._why(endpoint, error)) from None
-        self._peers.answered(endpoint)
+            elapsed = self._clock.monotonic() - sent
+            raise NotRead(self._why(endpoint, error, late=elapsed >= self._times.begin_s)) from None
+        finally:
+            mute.cancel()
         # The holder counts from when it answered, so from no earlier than when it was asked.
         elapsed = self._clock.monotonic() - sent
+        if elapsed < self._times.begin_s:
+            self._peers.answered(endpoint)
         grant = ReadGrant(
             read_id=answer.read_id,
             handle_json=answer.handle.params_json,
@@ -149,15 +176,21 @@ class Reader:
             raise NotRead(turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE)
         return pin
 
-    def _why(self, endpoint: str, error: grpc.aio.AioRpcError) -> "turn_pb2.ReuseReason.ValueType":
-        failure = from_rpc_error(error, Reason.ERROR_REASON_WORKER_FAILED)
+    def _why(
+        self, endpoint: str, error: grpc.aio.AioRpcError, *, late: bool
+    ) -> "turn_pb2.ReuseReason.ValueType":
+        failure = from_rpc_error(error, Reason.ERROR_REASON_UNSPECIFIED)
+        if not late:
+            # Whatever names a reason is a worker's answer.
+            if failure.reason == Reason.ERROR_REASON_UNSPECIFIED:
+                self._peers.failed(endpoint)
+            else:
+                self._peers.answered(endpoint)
         reason = _REASONS.get(failure.reason)
-        if reason is not None:
-            self._peers.answered(endpoint)
-            return reason
-        _log.info("begin_read_failed", endpoint=endpoint, code=error.code().name, why=failure.reason_name)
-        self._peers.failed(endpoint)
-        return turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE
+        if reason is None:
+            _log.info("begin_read_failed", endpoint=endpoint, code=error.code().name, why=failure.reason_name)
+            return turn_pb2.REUSE_REASON_DECODE_UNAVAILABLE
+        return reason
 
     async def _end(self, pin: Pin) -> None:
         request = decode_service_pb2.EndReadRequest(lease_id=pin.lease_id, read_id=pin.grant.read_id)
@@ -175,7 +208,7 @@ class Reader:
         if not asking.cancelled() and asking.exception() is None:
             self.end(asking.result())
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

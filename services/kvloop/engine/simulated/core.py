@@ -102,8 +102,7 @@ class Core:
     @property
     def side_channel(self) -> str:
         """Return host:port where other processes read; "" without such a door."""
-        address = self._address
-        return f"{address.host}:{address.port}" if address.port else ""
+        return self._address.place if self._address.port else ""
 
     async def start(self) -> None:
         """Begin to serve."""

@@ -304,7 +304,10 @@ class SimulatedEngine:
         try:
             if not self.settings.bidirectional_kv_xfer:
                 raise Refused("fields")
-            return parse(read.handle_json)
+            handle = parse(read.handle_json)
+            if read.side_channel not in {"", handle.address.place}:
+                raise Refused("place")
+            return handle
         except Refused as refused:
             raise refused.failure() from None
 

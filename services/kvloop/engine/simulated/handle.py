@@ -10,11 +10,14 @@ from typing import Any
 
 from kvloop.engine.simulated.pool import Block
 from kvloop.runtime import tokens
+from kvloop.runtime.endpoints import Endpoint
 from kvloop.runtime.errors import Failure, Reason
+
+ELSEWHERE = "127.0.0.9"
 
 
 class Refused(Exception):
-    """A read that the guard refused or that failed: "deadline", "hash", "counts", "fields", "transfer"."""
+    """A read that was refused or that failed: "deadline", "hash", "counts", "fields", "place", "transfer"."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -45,6 +48,11 @@ class Address:
     engine_id: str
     host: str
     port: int
+
+    @property
+    def place(self) -> str:
+        """Return host:port."""
+        return str(Endpoint(self.host, self.port))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +105,12 @@ class Handle:
     def spoiled(self, how: str) -> "Handle":
         """Return the handle with one thing wrong.
 
-        A block too few ("short"), one that does not exist ("range"), one twice ("twice"), or all of them
-        those of other tokens, truthfully described ("other").
+        A block too few ("short"), one that does not exist ("range"), one twice ("twice"), all of them those
+        of other tokens, truthfully described ("other"), or another host ("elsewhere").
         """
         ids = self.block_ids
+        if how == "elsewhere":
+            return replace(self, address=replace(self.address, host=ELSEWHERE))
         if how == "other":
             return replace(self.of_other_tokens(), block_ids=[*ids[1:], ids[0]])
         wrong = {"short": ids[:-1], "range": [*ids[:-1], 1 << 20], "twice": [ids[0], *ids[:-1]]}

@@ -26,6 +26,7 @@ from kvloop.engine.port import (
 )
 from kvloop.engine.settings import SMOLLM2, EngineSettings, Role, resolve
 from kvloop.engine.vllm import outputs, transfer
+from kvloop.engine.vllm.adapters import Adapters
 from kvloop.engine.vllm.continuing import PromptText
 from kvloop.engine.vllm.holds import SETTLE_S, HoldTable, gone
 from kvloop.engine.vllm.lifecycle import Core
@@ -45,6 +46,7 @@ class VllmEngine(HoldTable):
             raise ValueError("the checkpoint smollm2 is not here; run `kvloop model fetch smollm2`")
         self._counters = Counters()
         self._core = Core(self._settings, role, self._counters)
+        self._adapters = Adapters(self._settings.adapters)
         self._facts: EngineFacts | None = None
         self._defaults: dict[str, Any] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -83,6 +85,7 @@ class VllmEngine(HoldTable):
         """Spawn the engine core and load the model."""
         try:
             await self._core.start()
+            await self._adapters.load(self._core.llm)
             self._control = await ControlClient.connect(self._core.control_path)
         except BaseException as error:
             await self.stop()
@@ -96,7 +99,7 @@ class VllmEngine(HoldTable):
 
         config = self._core.llm.vllm_config
         self._defaults = dict(config.model_config.get_diff_sampling_param())
-        self._facts = engine_facts(self._settings, config, __version__)
+        self._facts = engine_facts(self._settings, config, __version__, self._adapters.contents)
 
     async def stop(self) -> None:
         """End the engine core and remove its socket. Idempotent."""
@@ -139,9 +142,11 @@ class VllmEngine(HoldTable):
         facts, llm = self.facts, self._llm()
         try:
             await llm.collective_rpc("reload_weights")
+            # vLLM has dropped them, and would read them again at their next use.
+            await self._adapters.load(llm)
             await self._call(self._client().reloaded(version))
             settings = self._settings.model_copy(update={"weights_version": version})
-            digest = compatibility(settings, llm.vllm_config, __version__)
+            digest = compatibility(settings, llm.vllm_config, __version__, self._adapters.contents)
         except EngineDeadError:
             raise gone() from None
         except BaseException:
@@ -314,7 +319,7 @@ class VllmEngine(HoldTable):
             params=params,
             request_id=job.request_id,
             priority=job.priority,
-            lora=self._lora(job.adapter),
+            lora=self._adapters.request(job.adapter),
             before_abort=self._announce(turn_id),
             reasoning=self._reasoning(job.sampling) if params.structured_outputs is not None else {},
         )
@@ -355,16 +360,6 @@ class VllmEngine(HoldTable):
         from kvloop.engine.vllm import grammar
 
         return grammar.reasoning(sampling, self._llm().vllm_config, self._llm().tokenizer)
-
-    def _lora(self, adapter: str) -> Any:
-        if not adapter:
-            return None
-        if adapter not in self._settings.adapters:
-            raise Failure(Reason.ERROR_REASON_MODEL_NOT_FOUND, "no such adapter is served")
-        from vllm.lora.request import LoRARequest
-
-        number = list(self._settings.adapters).index(adapter) + 1
-        return LoRARequest(adapter, number, self._settings.adapters[adapter])
 
     def _announce(self, turn_id: str) -> Any:
         async def announce() -> None:

@@ -49,7 +49,10 @@ def engine_arguments(settings: EngineSettings, role: Role, control_path: Path) -
         if value is not None:
             values[name] = value
     if settings.adapters:
-        values |= {"enable_lora": True, "max_loras": len(settings.adapters)}
+        # All stay in memory: none is read again from files that may be others by then.
+        served = len(settings.adapters)
+        kept = max(served, settings.extra_engine_args.get("max_loras", served))
+        values |= {"enable_lora": True, "max_loras": served, "max_cpu_loras": kept}
     return AsyncEngineArgs(**{**values, **settings.extra_engine_args})
 
 

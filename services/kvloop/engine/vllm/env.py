@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvloop.engine.settings import EngineSettings
 from kvloop.runtime.config import ConfigError
+from kvloop.runtime.endpoints import Endpoint
 
 PARENT_PID = "KVLOOP_ENGINE_PARENT_PID"
 """Arms the parent-death signal in engine cores whose parent this is."""
@@ -98,7 +99,7 @@ def side_channel() -> str:
     """Return host:port of this process's NIXL side channel, once it is chosen."""
     host = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "")
     port = os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if host and port else ""
+    return str(Endpoint(host, int(port))) if host and port else ""
 
 
 def hash_seed() -> str:

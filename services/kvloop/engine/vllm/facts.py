@@ -1,9 +1,11 @@
 """What does not change in the life of one engine."""
 
+import dataclasses
 import hashlib
 import json
 import platform
 import secrets
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,19 @@ from kvloop.engine.settings import MANIFEST, EngineSettings
 from kvloop.engine.vllm import env
 from kvloop.engine.vllm.arguments import HASH_ALGORITHM
 
+_ORIGIN = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
+"""What a model's configuration says of where it comes from."""
+_LONGROPES = frozenset({"longrope", "su"})
+_LLAMA4_LONG = 32_768
 
-def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> EngineFacts:
-    """Return the facts of an engine that has just started; the epoch is new each time."""
+
+def engine_facts(
+    settings: EngineSettings, vllm_config: Any, version: str, adapters: Mapping[str, str]
+) -> EngineFacts:
+    """Return the facts of an engine that has just started; the epoch is new each time.
+
+    adapters: name -> digest of the files that it has loaded.
+    """
     model = vllm_config.model_config
     return EngineFacts(
         engine="vllm",
@@ -27,7 +39,7 @@ def engine_facts(settings: EngineSettings, vllm_config: Any, version: str) -> En
         max_model_len=model.max_model_len,
         vocab_size=model.get_vocab_size(),
         block_size=vllm_config.cache_config.block_size,
-        compatibility=compatibility(settings, vllm_config, version),
+        compatibility=compatibility(settings, vllm_config, version, adapters),
         bidirectional_kv_xfer=settings.bidirectional_kv_xfer,
         kv_recompute_threshold=settings.kv_recompute_threshold,
         hold_s=settings.decoder_kv_blocks_ttl,
@@ -58,12 +70,14 @@ def revision(settings: EngineSettings, model_config: Any) -> str:
     return "local"
 
 
-def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> str:
+def compatibility(
+    settings: EngineSettings, vllm_config: Any, version: str, adapters: Mapping[str, str]
+) -> str:
     """Return the digest of what two engines must have equal to exchange KV.
 
     What vLLM's own handshake compares, what it checks later (block size, ranks, layout), what block hashes
-    depend on, and the adapters, of which those know the names alone. Everything is known before the first
-    handshake, so unequal engines are never paired.
+    depend on, the adapters, of which those know the names alone, and what makes other KV of the same tokens.
+    Everything is known before the first handshake, so unequal engines are never paired.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     factors = {
@@ -90,24 +104,69 @@ def compatibility(settings: EngineSettings, vllm_config: Any, version: str) -> s
         "python": platform.python_version_tuple()[:2],
         "hash_seed": env.hash_seed(),
         "weights_version": settings.weights_version,
-        "adapters": [(name, path, _content(Path(path))) for name, path in sorted(settings.adapters.items())],
+        "computed": computed(vllm_config),
+        "adapters": [(name, path, adapters[name]) for name, path in sorted(settings.adapters.items())],
     }
     text = json.dumps(factors, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _content(folder: Path) -> str:
-    """Return the digest of an adapter's files, "" when it is not a folder here.
+def computed(vllm_config: Any) -> dict[str, Any]:
+    """Return what the KV of given tokens depends on beside the weights: how the model is set up."""
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
+    config = _stable(model.hf_config.to_dict())
+    return {
+        "config": {name: value for name, value in config.items() if name not in _ORIGIN},
+        "long": _long(config, model.max_model_len),
+        "quantization": [str(model.quantization), _stable(getattr(model, "quantization_config", None))],
+        "load": [str(load.load_format), _stable(load.model_loader_extra_config)],
+        "model_impl": str(model.model_impl),
+        "skipped_layers": _stable(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "context_parallel": getattr(parallel, "decode_context_parallel_size", 1),
+        "lora": None
+        if lora is None
+        else [str(lora.lora_dtype), _stable(getattr(lora, "target_modules", None))],
+    }
 
-    vLLM's block hashes know an adapter by its name, from 0.32 on by its name and path.
+
+def _long(config: Any, max_model_len: int) -> list[bool]:
+    """Return how the model's own choices fall that it makes by max_model_len.
+
+    Longrope takes the long factors for all tokens as soon as prompts may be long, and Llama 4 tunes its
+    attention then.
     """
-    digest = hashlib.sha256()
-    files = sorted(file for file in folder.glob("*") if file.is_file()) if folder.is_dir() else []
-    for file in files:
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()[:32] if files else ""
+    limits: list[int] = [_LLAMA4_LONG] if "llama4" in str(config.get("model_type")) else []
+
+    def look(part: Any, default: Any) -> None:
+        if not isinstance(part, dict):
+            return
+        limit = part.get("original_max_position_embeddings", default)
+        kinds = {str(part.get("rope_type")), str(part.get("type"))}
+        if isinstance(limit, int) and kinds & _LONGROPES:
+            limits.append(limit)
+        for inner in part.values():
+            look(inner, limit)
+
+    look(config, None)
+    return [max_model_len > limit for limit in limits]
+
+
+def _stable(value: Any) -> Any:
+    """Return a value as JSON that is equal in every process."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _stable(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_stable(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(part) for part in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _stable({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    text = str(value)
+    # An object that tells no more than its address.
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def _version(package: str) -> str:

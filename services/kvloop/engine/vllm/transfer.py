@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 from kvloop.engine.port import DecodeJob, HoldTerms, PrefillJob
-from kvloop.runtime.errors import invalid
+from kvloop.runtime.endpoints import Endpoint
+from kvloop.runtime.errors import Failure, Reason, invalid
 
 TURN = "kvloop_turn"
 _COLD = {
@@ -18,9 +19,20 @@ _COLD = {
 
 
 def prefill(job: PrefillJob, hold_s: float) -> dict[str, Any]:
-    """Return the parameters of a prefill, to be held so long: a read of the granted handle, or none."""
+    """Return the parameters of a prefill, to be held so long: a read of the granted handle, or none.
+
+    Raises KV_READ_FAILED when the handle names another place than its holder's: nobody must dial that.
+    """
     turn = {"id": job.request_id, "hold": {"ttl_s": hold_s}, "kind": "prefill"}
-    handle = _COLD if job.read is None else _handle("read.handle", job.read.handle_json)
+    if job.read is None:
+        return {**_COLD, TURN: turn}
+    handle = _handle("read.handle", job.read.handle_json)
+    if job.read.side_channel and _place(handle) != job.read.side_channel:
+        raise Failure(
+            Reason.ERROR_REASON_KV_READ_FAILED,
+            "the handle names another place than its holder's side channel",
+            metadata={"guard": "place"},
+        )
     return {**handle, TURN: turn}
 
 
@@ -41,6 +53,12 @@ def _terms(terms: HoldTerms | None) -> dict[str, Any] | None:
     if terms is None:
         return None
     return {"ttl_s": terms.ttl_s, "on_cancel": terms.on_cancel, "tenant": terms.tenant}
+
+
+def _place(handle: dict[str, Any]) -> str:
+    """Return where a read of a handle begins, written as in the holder's facts."""
+    host, port = handle.get("remote_host"), handle.get("remote_port")
+    return str(Endpoint(host, port)) if isinstance(host, str) and isinstance(port, int) else ""
 
 
 def _handle(field: str, text: str) -> dict[str, Any]:
