@@ -10,7 +10,8 @@ from store_servers import until
 from kvloop.metastore import fields
 from kvloop.metastore.factory import Store, open_store
 from kvloop.metastore.port import DirectoryUnavailable
-from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL, TTL_S, Worker
+from kvloop.metastore.registry import TTL_S, Worker
+from kvloop.metastore.ttl import ANNOUNCEMENTS_PER_TTL
 
 WORKER = Worker(
     worker_id="decode-0",

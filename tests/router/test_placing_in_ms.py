@@ -7,7 +7,8 @@ import pytest
 from router_fakes import fake_fleet, until
 from test_workers import CLOCK, DECODE, learn, pool_of
 
-from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL, TTL_S
+from kvloop.metastore.registry import TTL_S
+from kvloop.metastore.ttl import ANNOUNCEMENTS_PER_TTL
 from kvloop.router import placing
 from kvloop.router.worker import AnyWorker
 from kvloop.router.workers import WorkerPool

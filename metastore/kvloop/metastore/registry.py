@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass, field, fields
 from kvloop.metastore import codec
 from kvloop.metastore.fields import Fields
 from kvloop.metastore.port import DirectoryUnavailable
-from kvloop.metastore.ttl import WORKER_TTL_S
+from kvloop.metastore.ttl import ANNOUNCEMENTS_PER_TTL, WORKER_TTL_S
 from kvloop.runtime import logs
 
 TTL_S = WORKER_TTL_S
-ANNOUNCEMENTS_PER_TTL = 4
 WATCH_S = 0.5
 _FORMAT = b"W1"
 _TAG_BYTES = 16

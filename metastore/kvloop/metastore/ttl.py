@@ -5,6 +5,8 @@ import math
 MAX_TTL_S = 7 * 24 * 3600.0
 WORKER_TTL_S = 10.0
 """For how long what a worker announces stands."""
+ANNOUNCEMENTS_PER_TTL = 4
+"""How often it announces itself meanwhile."""
 
 
 def milliseconds(ttl_s: float) -> int:

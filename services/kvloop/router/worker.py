@@ -5,8 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvloop.metastore.registry import ANNOUNCEMENTS_PER_TTL
-from kvloop.metastore.ttl import WORKER_TTL_S
+from kvloop.metastore.ttl import ANNOUNCEMENTS_PER_TTL, WORKER_TTL_S
 from kvloop.router.legs import DecodeLink, PrefillLink
 from kvloop.runtime import logs
 from kvloop.runtime.clock import Clock
