@@ -132,7 +132,7 @@ bench-replicas: setup-fast debian ## Three routers behind HAProxy, one killed, t
 bench-peers: model ## vLLM's proxies and vllm-router beside kvloop, simulated and real engines; writes out/peers.json
 	@$(BIN)/kvloop bench peers
 
-bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, some 18 minutes; writes out/sweep
+bench-sweep: model ## TTFT against prompt length on real vLLM, 512 to 4k, 3 to 18 minutes; writes out/sweep
 	@$(BIN)/kvloop bench sweep --lengths 512,1024,2048,4096 --samples 3 --suffix-tokens 64 --max-model-len 8192 \
 	  --kv-cache-memory-bytes 1073741824 --omp-threads 2 $(SWEEP)
 
