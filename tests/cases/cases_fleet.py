@@ -4,10 +4,9 @@ import hashlib
 import json
 import os
 import re
-import socket
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from cases_kit import Endpoint, Stack
 from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
 from kvloop.engine.settings import smollm2_dir
 from kvloop.engine.simulated.cost import PRESETS
+from kvloop.runtime.ports import free_ports
 
 THRESHOLD = 32
 TENANTS = {"alpha": "token-of-alpha", "beta": "token-of-beta"}
@@ -28,15 +28,6 @@ PIN_S = 12.0
 PARTS = {"p1": "prefill-0", "p2": "prefill-1", "d1": "decode-0", "d2": "decode-1"}
 ROUTERS = ("main", "bare", "twin", "direct", "pair", "small", "small-direct", "main-direct")
 SIMULATED_PRESET = "qwen3-32b-h200"
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free loopback ports."""
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def model_dir() -> Path:

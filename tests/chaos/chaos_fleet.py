@@ -6,7 +6,6 @@ One D is reached through a proxy of ours, which can slow its network down.
 import asyncio
 import contextlib
 import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import httpx
 
 from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
 from kvloop.runtime.channels import open_channel
+from kvloop.runtime.ports import free_ports
 from kvloop.v1alpha1 import (
     decode_service_pb2,
     decode_service_pb2_grpc,
@@ -112,15 +112,6 @@ class Proxy:
                     await sink.drain()
         finally:
             sink.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free loopback ports."""
-    with contextlib.ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 class Arena:

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloop.connector.control import ControlClient
+from kvloop.runtime.ports import free_port
 
 BLOCK = 32
 VOCAB = 512
@@ -76,12 +76,6 @@ def write_model(folder: Path) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2").save_pretrained(folder)
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fresh_prompt(length: int, seed: int | None = None) -> list[int]:

@@ -19,7 +19,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from kvloop.metastore.embedded import free_port, spawn_bound, valkey_binary
+from kvloop.metastore.embedded import spawn_bound, valkey_binary
+from kvloop.runtime.ports import free_port
 
 WAIT_S = 30.0
 

@@ -23,8 +23,8 @@ from kvloop.cli.supervisor.fleet import Fleet
 from kvloop.gateway import metrics as gateway
 from kvloop.gateway.exchange import Exchange
 from kvloop.gateway.segments import Rendering
-from kvloop.metastore.embedded import free_port
 from kvloop.runtime.catalogue import CATALOGUE
+from kvloop.runtime.ports import free_port
 from kvloop.v1alpha1 import turn_pb2
 
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,9 @@ test_doctor_host.py.
 
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from kvloop.cli.doctor.network import check_registry, check_side_channels
 from kvloop.cli.doctor.workers import Seen
 from kvloop.metastore.factory import Store, open_store
 from kvloop.router.app import RouterApp
+from kvloop.runtime.ports import free_port
 
 THRESHOLD = 32
 
@@ -136,13 +136,6 @@ async def closing_store(url: str) -> AsyncIterator[Store]:
         yield store
     finally:
         await store.close()
-
-
-def free_port() -> int:
-    with ExitStack() as opened:
-        probe = opened.enter_context(socket())
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # What is wrong: finding, its status, words of its text, words of its remedy, findings that follow from it.

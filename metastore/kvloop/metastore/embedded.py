@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from kvloop.runtime.ports import free_port
+
 START_S = 10.0
 STOP_S = 5.0
 _POLL_S = 0.01
@@ -74,14 +76,6 @@ def spawn_bound(argv: Sequence[str], folder: Path, log: Path) -> "subprocess.Pop
     if isinstance(result[0], BaseException):
         raise result[0]
     return result[0]
-
-
-def free_port() -> int:
-    """Return a loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def valkey_binary() -> Path:

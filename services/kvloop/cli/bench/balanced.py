@@ -16,8 +16,8 @@ from kvloop.cli.errors import CommandFailed
 from kvloop.cli.supervisor.board import Board
 from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
 from kvloop.cli.supervisor.part import Command, Part, PartFailed
-from kvloop.metastore.embedded import free_port
 from kvloop.runtime.channels import open_channel
+from kvloop.runtime.ports import free_port
 
 ROUTERS = 3
 """As many as the file has."""

@@ -19,7 +19,7 @@ from kvloop.bench.router_traffic import PastRouter, ThroughRouter, facts
 from kvloop.cli.supervisor.fleet import Fleet, FleetPlan
 from kvloop.cli.supervisor.part import Command, Part, PartFailed
 from kvloop.cli.supervisor.plan import part_environment
-from kvloop.metastore.embedded import free_port
+from kvloop.runtime.ports import free_port
 
 KVLOOP, KVLOOP_GRPC, PROXY_NAME, TOY_NAME, ROUTER_NAME = (
     "kvloop",

@@ -23,7 +23,7 @@ from kvloop.cli.supervisor.part import Command, Part, PartFailed
 from kvloop.cli.supervisor.plan import part_environment
 from kvloop.engine.settings import MIB, EngineSettings, gpu_present, resolve, smollm2_dir
 from kvloop.engine.vllm import env
-from kvloop.metastore.embedded import free_port
+from kvloop.runtime.ports import free_port
 
 KVLOOP_DIRECT, PREFILL_ALONE = "kvloop-direct", "prefill-alone"
 WHAT: Mapping[str, str] = {

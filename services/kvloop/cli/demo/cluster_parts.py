@@ -19,7 +19,7 @@ from kvloop.cli.errors import CommandFailed
 from kvloop.cli.places import SMOLLM2
 from kvloop.cli.supervisor.part import Command, Part, PartFailed
 from kvloop.cli.supervisor.programs import serve_program
-from kvloop.metastore.embedded import free_port
+from kvloop.runtime.ports import free_port
 
 COLUMNS, LINES = 80, 24
 _POLL_S = 0.1

@@ -4,16 +4,14 @@ vLLM, UCX and OpenMP read their environment when they are imported or spawned, s
 imported and the engine core inherits it. That is why the adapter imports vllm late.
 """
 
-import contextlib
 import importlib.util
 import ipaddress
 import os
-import random
 import shutil
-import socket
 from pathlib import Path
 
 from kvloop.engine.settings import EngineSettings
+from kvloop.runtime import ports
 from kvloop.runtime.config import ConfigError
 from kvloop.runtime.endpoints import Endpoint
 
@@ -122,11 +120,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-_QUIET_PORTS = range(20_000, 32_000)
-"""Below what Linux gives to outgoing connections."""
-_TRIES = 64
-
-
 def side_channel_port(settings: EngineSettings) -> int:
     """Return the port asked for, or one that is free right now.
 
@@ -135,27 +128,17 @@ def side_channel_port(settings: EngineSettings) -> int:
     host, port = settings.nixl_side_channel_host, settings.nixl_side_channel_port
     if port:
         try:
-            _try_listening(host, port)
+            ports.try_listening(host, port)
         except OSError as error:
             raise ConfigError(
                 f"nixl_side_channel_port: nothing can listen at {host}, port {port} ({error.strerror});"
                 " set another port, or an address of this host as nixl_side_channel_host"
             ) from None
         return port
-    # The engine binds it much later; outgoing connections, which get ephemeral ports, must not take it first.
-    for port in random.sample(_QUIET_PORTS, _TRIES):
-        with contextlib.suppress(OSError):
-            _try_listening(host, port)
-            return port
-    raise ConfigError(
-        f"nixl_side_channel_port: none of the ports tried is free at {host}; set one, or an address of this"
-        " host as nixl_side_channel_host"
-    )
-
-
-def _try_listening(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # As the engine does: connections of a former life that are still closing are in nobody's way.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        probe.listen(1)
+    # The engine binds it much later.
+    try:
+        return ports.free_port(host)
+    except OSError as error:
+        raise ConfigError(
+            f"nixl_side_channel_port: {error}; set one, or an address of this host as nixl_side_channel_host"
+        ) from None
