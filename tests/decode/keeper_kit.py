@@ -12,9 +12,12 @@ from kvloop.decode.reading import Reading
 from kvloop.engine.port import EngineFacts, Hold, HoldEnded, ReadGrant
 from kvloop.metastore.memory import MemoryDirectory
 from kvloop.metastore.port import DirectoryUnavailable, Published, Renewal, Standing
+from kvloop.runtime.digests import prefix_digests
 from kvloop.runtime.errors import Failure, Reason
-from kvloop.v1alpha1 import lease_pb2, turn_pb2
+from kvloop.runtime.tokens import pack
+from kvloop.v1alpha1 import decode_service_pb2, lease_pb2, turn_pb2
 
+TOKENS = pack(range(1, 10))
 ENDPOINT = "127.0.0.1:7"
 FACTS = EngineFacts(
     engine="table",
@@ -185,4 +188,15 @@ def scope(conversation: str = "c", start: int = 1) -> turn_pb2.TurnScope:
         digest_key=b"k" * 32,
         conversation_id=conversation,
         turn_start_us=start,
+    )
+
+
+def begin(lease_id: str, lengths: tuple[int, ...] = (4, 8)) -> decode_service_pb2.BeginReadRequest:
+    return decode_service_pb2.BeginReadRequest(
+        lease_id=lease_id,
+        epoch=FACTS.epoch,
+        compatibility=FACTS.compatibility,
+        scope=scope(),
+        prefix_lengths=lengths,
+        prefix_digests=b"".join(prefix_digests(b"k" * 32, TOKENS, lengths)),
     )

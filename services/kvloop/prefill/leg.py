@@ -79,11 +79,7 @@ class Legs:
 
     async def close(self, patience_s: float) -> None:
         """Give the engine patience_s seconds to end what was cancelled; call before the reader's close."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=patience_s)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await background.end(self._tasks, patience_s)
 
     async def release(self, request_id: str) -> bool:
         """Let go of a leg's outcome, whichever of its two attempts made it."""

@@ -14,7 +14,7 @@ import grpc
 
 from kvloop.engine.port import EngineFacts, ReadGrant
 from kvloop.prefill.peers import EndpointRule, Peers
-from kvloop.runtime import logs, tracing
+from kvloop.runtime import background, logs, tracing
 from kvloop.runtime.clock import Clock
 from kvloop.runtime.digests import prefix_digests, proof_lengths
 from kvloop.runtime.errors import Failure, Reason, from_rpc_error
@@ -136,11 +136,7 @@ class Reader:
 
     async def close(self, patience_s: float) -> None:
         """Give messages on their way patience_s seconds, then drop them."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=patience_s)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await background.end(self._tasks, patience_s)
 
     async def _ask(
         self, endpoint: str, request: decode_service_pb2.BeginReadRequest, mute: asyncio.TimerHandle

@@ -20,6 +20,17 @@ def spawn(tasks: "set[asyncio.Task[T]]", work: Coroutine[Any, Any, T]) -> "async
     return task
 
 
+async def end(tasks: "set[asyncio.Task[Any]]", patience_s: float) -> None:
+    """Give what still runs patience_s seconds, then cancel it; returns once all has ended."""
+    if tasks:
+        await asyncio.wait(set(tasks), timeout=patience_s)
+    # What ended meanwhile may have begun something else.
+    rest = list(tasks)
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+
+
 def _tell(task: "asyncio.Task[Any]") -> None:
     if task.cancelled():
         return
